@@ -1,0 +1,32 @@
+# Everything runs in .venv of this checkout. No target needs root, or any network but the package registry.
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 2
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/.ready
+
+# torch goes first and alone, pinned: any later package that asks for torch then finds it and does not bring another build.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/finetune_digits.py
+
+test: setup
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/python -m gradfilter.bench
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

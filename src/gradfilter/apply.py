@@ -1,0 +1,208 @@
+"""Apply a plan to a model: the only file that changes a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import gradfilter.rules  # noqa: F401  (registers the rules)
+from gradfilter.errors import InputError, PlanError
+from gradfilter.patches import Pair
+from gradfilter.plan import Backward, Plan, Resolved, resolve
+from gradfilter.tensor import Choices, Log, enter, is_live, plain_torch, regrid
+
+
+@dataclass
+class Applied:
+    """What `apply_` has done to a model: all that `describe` and `remove_` need."""
+
+    plan: Plan
+    resolved: Resolved
+    frozen: tuple[str, ...]
+    log: Log = field(default_factory=Log)
+    image: Pair | None = None
+    patches: dict[str, Pair] = field(default_factory=dict)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+@dataclass
+class ImageSize:
+    """Forward pre-hook on the model: notes the size of the network's input, to which a grid refers."""
+
+    applied: Applied
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.dim() == 4:
+                    self.applied.image = (value.shape[2], value.shape[3])
+                    return
+
+
+@dataclass
+class Entry:
+    """Forward pre-hook on a planned convolution: brings its input to patch resolution, under the layer's choices."""
+
+    applied: Applied
+    layer: str
+    backward: Backward
+    choices: Choices | None = None
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not torch.is_grad_enabled():
+            return None
+        with plain_torch():
+            x = args[0] if args else kwargs["input"]
+            if not x.requires_grad and not any(p.requires_grad for p in module.parameters()):
+                return None
+            self.check(x)
+            if x.shape[2] == x.shape[3] == 1 and not is_live(x):
+                return None  # One pixel: nothing to pool, and squeeze-excite stays a plain factor for the map it scales.
+            choices = self.choose((x.shape[2], x.shape[3]))
+            patch = choices.tiling.patch_for((x.shape[2], x.shape[3]))
+            self.applied.patches[self.layer] = patch
+            x = regrid(x, patch, choices) if is_live(x) else enter(x, choices)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+
+    def choose(self, size: Pair) -> Choices:
+        """Return the layer's choices for the image at hand; a part called on its own takes its own input for the image."""
+        tiling = self.backward.make_tiling(self.applied.image or size)
+        if self.choices is None or self.choices.tiling != tiling:
+            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log)
+        return self.choices
+
+    def check(self, x: Tensor) -> None:
+        """Refuse what cannot be pooled over space."""
+        if x.dim() != 4:
+            raise InputError(
+                f"layer '{self.layer}' got a tensor of shape {list(x.shape)}. Patches need a batch of maps [N, C, H, W]: "
+                "add the missing axes, e.g. x[None] for a single image."
+            )
+        if not x.is_floating_point():
+            raise InputError(
+                f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "
+                "numbers: convert the images first, e.g. x.float() / 255."
+            )
+
+
+@dataclass
+class FixedStatistics:
+    """Forward pre-hook and hook on a batch norm: it runs in eval mode, whatever `model.train()` says."""
+
+    was_training: bool = False
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.was_training = module.training
+        module.training = False
+
+    def restore(self, module: nn.Module, *_: Any) -> None:
+        """Give the module its mode back after its forward."""
+        module.training = self.was_training
+
+
+def find_applied(model: nn.Module) -> Applied | None:
+    """Return what `apply_` has done to this model, if it has."""
+    return next((h.applied for h in model._forward_pre_hooks.values() if isinstance(h, ImageSize)), None)
+
+
+def apply_(model: nn.Module, plan: Plan) -> nn.Module:
+    """Apply a plan to a model, in place: all or nothing.
+
+    Layers outside the plan are frozen (or trained exactly, as the plan says); nothing that was frozen before is made
+    trainable. Object identity, parameters, state_dict keys and other people's hooks stay as they are; a plan that was
+    applied before is replaced.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: The plan does not fit the model, which is left untouched.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"apply_ got {type(plan).__name__} where it takes a Plan, e.g. Plan.last(4) or Plan.all(Backward(patch=4))."
+        )
+    before = find_applied(model)
+    was_frozen = set(before.frozen) if before else set()
+    resolved = resolve(plan, model)
+    owned = {
+        f"{name}.{key}" if name else key: name
+        for name, module in model.named_modules()
+        for key in dict(module.named_parameters(recurse=False))
+    }
+    trainable = [p for p, _ in model.named_parameters() if model.get_parameter(p).requires_grad or p in was_frozen]
+    if not any(owned[p] in resolved.trained for p in trainable):
+        raise PlanError(
+            "the plan trains nothing: all parameters of the layers it names have requires_grad=False. apply_ freezes, it never "
+            "un-freezes: call model.requires_grad_(True), or set it on those layers, first."
+        )
+    remove_(model)
+    applied = Applied(plan, resolved, tuple(p for p in trainable if owned[p] not in resolved.trained))
+    for name in applied.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    applied.handles.append(model.register_forward_pre_hook(ImageSize(applied), with_kwargs=True))
+    for name, backward in resolved.entries.items():
+        hook = Entry(applied, name, backward)
+        applied.handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+    for name in resolved.fixed_norms:
+        module, fix = model.get_submodule(name), FixedStatistics()
+        applied.handles.append(module.register_forward_pre_hook(fix))
+        applied.handles.append(module.register_forward_hook(fix.restore, always_call=True))
+    return model
+
+
+def remove_(model: nn.Module) -> nn.Module:
+    """Take a plan off a model again: hooks go, and what `apply_` froze is trainable as before.
+
+    Returns:
+        The same model.
+    """
+    applied = find_applied(model)
+    if applied is not None:
+        for handle in applied.handles:
+            handle.remove()
+        for name in applied.frozen:
+            model.get_parameter(name).requires_grad_(True)
+    return model
+
+
+def describe(model: nn.Module) -> str:
+    """Return the plan in force as a table: layer, backward, patch, trained parameters; then every exit and its cause.
+
+    Patch sizes and exits are those of the latest forward pass with gradients.
+    """
+    applied = find_applied(model)
+    if applied is None:
+        return f"{type(model).__name__}: no plan applied."
+    rows = [("layer", "backward", "patch", "trained")]
+    for name, backward in applied.resolved.entries.items():
+        own = model.get_submodule(name).named_parameters(recurse=False)
+        trained = " ".join(key for key, p in own if p.requires_grad) or "-"
+        rows.append((name or "(model)", str(backward), describe_patch(backward, applied.patches.get(name)), trained))
+    for name, module in model.named_modules():
+        if name in applied.resolved.trained and name not in applied.resolved.entries:
+            trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
+            if trained:
+                rows.append((name or "(model)", "exact", "-", trained))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    if not applied.patches:
+        lines.append("exits: none seen yet; run a forward pass")
+    for (layer, function), reason in applied.log.exits.items():
+        lines.append(f"exit behind {layer}: {function} ({reason})")
+    return "\n".join(lines)
+
+
+def describe_patch(backward: Backward, patch: Pair | None) -> str:
+    """Return a patch size for the table; flag a grid so fine that the layer's gradient is exact."""
+    if patch is None:
+        return "?"
+    text = str(patch[0]) if patch[0] == patch[1] else f"{patch[0]}x{patch[1]}"
+    return f"{text} (exact: the map is no larger than the grid)" if backward.grid and patch == (1, 1) else text

@@ -1,0 +1,67 @@
+"""Saved bytes: what autograd holds between forward and backward, measured and predicted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from gradfilter.tensor import plain_torch
+
+
+class Held:
+    """A saved tensor, alive as long as the graph that saved it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Hold a tensor."""
+        self.tensor = tensor
+
+
+def count_saved(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
+    """Return the bytes that autograd holds after `run()`, deduplicated by storage.
+
+    Args:
+        run: A forward pass; its result keeps the graph alive while it is counted.
+        exclude: Tensors that are there anyway, such as parameters and buffers.
+    """
+    held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> Held:
+        entry = Held(tensor)
+        held.add(entry)
+        return entry
+
+    with saved_tensors_hooks(pack, lambda entry: entry.tensor):
+        result = run()
+    with plain_torch():
+        known = {tensor.untyped_storage()._cdata for tensor in exclude}
+        storages = {s._cdata: s.nbytes() for entry in held if (s := entry.tensor.untyped_storage())._cdata not in known}
+    del result
+    return sum(storages.values())
+
+
+def measure_saved_bytes(model: nn.Module, *inputs: Any) -> int:
+    """Return the bytes that autograd really holds after `model(*inputs)`, parameters and buffers excluded."""
+    return count_saved(lambda: model(*inputs), [*model.parameters(), *model.buffers()])
+
+
+def predict_saved_bytes(model: nn.Module, *inputs: Any) -> int:
+    """Return the bytes that autograd would hold after `model(*inputs)`, without computing or allocating anything.
+
+    The same forward runs on shapes alone (torch's meta device), so a batch that does not fit can be asked about too; the
+    inputs may themselves be meta tensors. Parameters, buffers and statistics are not touched.
+    """
+    state = {name: to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    shapes = tree_map(lambda value: to_meta(value) if isinstance(value, Tensor) else value, inputs)
+    return count_saved(lambda: functional_call(model, state, shapes), state.values())
+
+
+def to_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same shape, strides, dtype and need for a gradient, and no data."""
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)

@@ -1,0 +1,37 @@
+"""The exceptions and warnings of gradfilter: every error a user can cause derives from `GradFilterError`."""
+
+
+class GradFilterError(Exception):
+    """Base class of all errors that gradfilter raises on purpose."""
+
+
+class PlanError(GradFilterError, ValueError):
+    """Report a plan that is malformed, or that does not fit the model it is applied to."""
+
+
+class InputError(GradFilterError, ValueError):
+    """Report a tensor that a layer with a filtered gradient cannot take."""
+
+
+class DoubleBackwardError(GradFilterError, RuntimeError):
+    """Report a request for second derivatives, which a filtered gradient does not have."""
+
+
+class RuleError(GradFilterError, ValueError):
+    """Report a second rule for a torch function that already has one."""
+
+
+class WeightsError(GradFilterError, ValueError):
+    """Report a weight file that is missing, unreadable, or made for another model."""
+
+
+class ModelNameError(GradFilterError, ValueError):
+    """Report a model name that is not known."""
+
+
+class MissingExtraError(GradFilterError, ImportError):
+    """Report an optional package that a feature needs and that is not installed."""
+
+
+class ExitWarning(UserWarning):
+    """Warn that a function without a rule ended a region: the gradient is right, only dearer."""

@@ -1,0 +1,263 @@
+"""Plans: which layer gets what. Plain frozen dataclasses, saved as YAML."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from torch import nn
+
+from gradfilter.errors import PlanError
+from gradfilter.patches import Pair, Tiling, make_pair
+
+DEFAULT_GRID = 4
+LAST = re.compile(r"last (\d+)")
+SHORTCUTS = ("downsample", "shortcut")
+"""Names of modules whose convolutions the papers do not count among the last n: they run beside a block, not in it."""
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One layer's choices for its backward pass.
+
+    Attributes:
+        patch: Side of the square patch in pixels of the layer's own map, or `(h, w)`. 1 is exact backprop.
+        grid: Patches per side, the same at every resolution, or `(h, w)`. The default is 4.
+        kernel: "lift" for the best coarse kernel, "lumped" for the kernel's sum, as in the gradient-filtering paper.
+    """
+
+    patch: int | Pair | None = None
+    grid: int | Pair | None = None
+    kernel: Literal["lift", "lumped"] = "lift"
+
+    def __post_init__(self) -> None:
+        """Check the choices, and fill in the default grid."""
+        if self.patch is not None and self.grid is not None:
+            raise PlanError(
+                f"Backward got patch={self.patch} and grid={self.grid}. Each sets the resolution of the gradient: give one."
+            )
+        if self.patch is None and self.grid is None:
+            object.__setattr__(self, "grid", DEFAULT_GRID)
+        for name in ("patch", "grid"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_size(name, value))
+        if self.kernel not in ("lift", "lumped"):
+            raise PlanError(f"Backward got kernel={self.kernel!r}. The kernels are 'lift' and 'lumped'.")
+
+    def make_tiling(self, image: Pair) -> Tiling:
+        """Return how maps are cut in a network that sees inputs of size `image`."""
+        if self.patch is not None:
+            return Tiling(patch=make_pair(self.patch))
+        assert self.grid is not None
+        return Tiling(grid=make_pair(self.grid), image=image)
+
+    def __str__(self) -> str:
+        """Return the choices as a user would write them."""
+        size = f"patch {self.patch}" if self.patch is not None else f"grid {self.grid}"
+        return size if self.kernel == "lift" else f"{size} {self.kernel}"
+
+
+def check_size(name: str, value: Any) -> int | Pair:
+    """Return a patch or grid size, checked."""
+    sides = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(sides) not in (1, 2) or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sides):
+        raise PlanError(f"Backward got {name}={value!r}. Give a whole number of at least 1, or a pair (h, w) of such numbers.")
+    return sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers are trained, and how their gradient is filtered.
+
+    Attributes:
+        layers: From shell globs on dotted module names to `Backward`. A container covers everything below it, the first
+            match wins. "last 4" stands for the last four convolutions, counted as the papers do (shortcut projections
+            left out), and the classifier.
+        rest: What becomes of the other layers: "frozen", or "exact" for training with exact backprop.
+        batch_norm: For the batch norms of trained layers: "eval" keeps their statistics and trains their affine, "train"
+            lets the statistics move too, "frozen" trains neither. Those of frozen layers never move.
+    """
+
+    layers: Mapping[str, Backward] = field(default_factory=dict)
+    rest: Literal["frozen", "exact"] = "frozen"
+    batch_norm: Literal["eval", "train", "frozen"] = "eval"
+
+    def __post_init__(self) -> None:
+        """Check the plan as far as that goes without a model."""
+        if not isinstance(self.layers, Mapping) or any(
+            not isinstance(k, str) or not isinstance(v, Backward) for k, v in self.layers.items()
+        ):
+            raise PlanError(f"Plan got layers={self.layers!r}. Give a mapping from layer patterns to Backward.")
+        object.__setattr__(self, "layers", dict(self.layers))
+        for name, allowed in (("rest", ("frozen", "exact")), ("batch_norm", ("eval", "train", "frozen"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise PlanError(f"Plan got {name}={value!r}. The choices are {', '.join(map(repr, allowed))}.")
+
+    @classmethod
+    def last(cls, n: int, backward: Backward | None = None, **options: Any) -> Plan:
+        """Return the plan that trains the last n convolutions and the classifier."""
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise PlanError(f"Plan.last got n={n!r}. Give how many convolutions to train, a whole number of at least 0.")
+        return cls({f"last {n}": backward or Backward()}, **options)
+
+    @classmethod
+    def all(cls, backward: Backward | None = None, **options: Any) -> Plan:
+        """Return the plan that trains every layer."""
+        return cls({"*": backward or Backward()}, **options)
+
+    def to_yaml(self) -> str:
+        """Return the plan as YAML."""
+        layers = {pattern: backward_to_dict(backward) for pattern, backward in self.layers.items()}
+        return yaml.safe_dump({"layers": layers, "rest": self.rest, "batch_norm": self.batch_norm}, sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Plan:
+        """Read a plan from YAML."""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"the plan is not YAML: {error}") from error
+        known = {"layers", "rest", "batch_norm"}
+        if not isinstance(data, dict) or set(data) - known or not isinstance(data.get("layers", {}), dict):
+            raise PlanError(f"a plan is a YAML mapping with the keys {', '.join(sorted(known))}; got {text.strip()[:200]!r}.")
+        layers = {str(pattern): backward_from_dict(pattern, choices) for pattern, choices in data.pop("layers", {}).items()}
+        return cls(layers, **data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a YAML file: whole, or not at all."""
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8", suffix=".tmp") as file:
+            file.write(self.to_yaml())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a YAML file."""
+        try:
+            return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {os.fspath(path)!r}: {error.strerror}") from error
+
+
+def backward_to_dict(backward: Backward) -> dict[str, Any]:
+    """Return a `Backward` as plain data, defaults left out."""
+    data: dict[str, Any] = {"patch": backward.patch} if backward.patch is not None else {"grid": backward.grid}
+    data = {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
+    return data if backward.kernel == "lift" else {**data, "kernel": backward.kernel}
+
+
+def backward_from_dict(pattern: Any, choices: Any) -> Backward:
+    """Return a `Backward` from plain data."""
+    known = {"patch", "grid", "kernel"}
+    if not isinstance(choices, (dict, type(None))) or set(choices or {}) - known:
+        raise PlanError(
+            f"plan pattern {pattern!r} has the choices {choices!r}. Give a mapping with {', '.join(sorted(known))}."
+        )
+    return Backward(**(choices or {}))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan spelled out for one model, by dotted names.
+
+    Attributes:
+        entries: The convolutions that run at patch resolution, and how.
+        trained: The modules whose own parameters are trained.
+        fixed_norms: The batch norms whose statistics do not move.
+    """
+
+    entries: dict[str, Backward]
+    trained: frozenset[str]
+    fixed_norms: tuple[str, ...]
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
+    """List the layers a plan can name, in the order of registration."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+
+
+def find_norms(model: nn.Module) -> dict[str, str]:
+    """Pair norms with the convolutions they stand behind: norm name to convolution name.
+
+    Within one parent each convolution claims the next unclaimed norm with as many channels.
+    """
+    pairs: dict[str, str] = {}
+    for parent, module in model.named_modules():
+        prefix = f"{parent}." if parent else ""
+        waiting: list[tuple[str, int]] = []
+        for name, child in module.named_children():
+            if isinstance(child, nn.Conv2d):
+                waiting.append((prefix + name, child.out_channels))
+            channels = getattr(child, "num_features", getattr(child, "num_channels", None))
+            claim = next((pair for pair in waiting if pair[1] == channels), None)
+            if claim and not isinstance(child, nn.Conv2d):
+                waiting.remove(claim)
+                pairs[prefix + name] = claim[0]
+    return pairs
+
+
+def find_last(model: nn.Module, n: int) -> frozenset[str]:
+    """Return the last n convolutions, shortcut projections left out, and the classifier: the last Linear."""
+    layers = find_layers(model)
+    convs = [k for k, m in layers.items() if isinstance(m, nn.Conv2d) and not set(k.split(".")) & set(SHORTCUTS)]
+    if n > len(convs):
+        raise PlanError(
+            f"the plan asks for the last {n} convolutions; the model has {len(convs)}. Use Plan.all to train them all."
+        )
+    classifier = [k for k, m in layers.items() if isinstance(m, nn.Linear)][-1:]
+    return frozenset([*convs[len(convs) - n :], *classifier])
+
+
+def is_covered(name: str, pattern: str) -> bool:
+    """Tell whether a pattern matches a module or a container around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
+
+
+def resolve(plan: Plan, model: nn.Module) -> Resolved:
+    """Spell a plan out for a model.
+
+    Raises:
+        PlanError: The plan names layers that the model does not have, or there is nothing to filter.
+    """
+    layers = find_layers(model)
+    if not any(isinstance(m, nn.Conv2d) for m in layers.values()):
+        raise PlanError(f"{type(model).__name__} has no Conv2d. gradfilter filters the gradients of 2-D convolutions.")
+    modules = dict(model.named_modules())
+    matches = dict.fromkeys(modules, Backward(patch=1) if plan.rest == "exact" else None)
+    for pattern, backward in reversed(list(plan.layers.items())):  # the first match wins: it is written last
+        last = LAST.fullmatch(pattern)
+        names = find_last(model, int(last[1])) if last else {name for name in modules if is_covered(name, pattern)}
+        if not any(True for name in names for _ in modules[name].parameters(recurse=False)):
+            raise PlanError(explain_no_match(pattern, model, layers))
+        matches.update(dict.fromkeys(names, backward))
+    behind = find_norms(model)
+    trained = {name for name, backward in matches.items() if backward is not None}
+    trained |= {norm for norm, conv in behind.items() if conv in trained}
+    norms = [name for name, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if plan.batch_norm == "frozen":
+        trained -= set(norms)
+    fixed = tuple(name for name in norms if name not in trained or plan.batch_norm != "train")
+    entries = {name: b for name, m in layers.items() if isinstance(m, nn.Conv2d) and (b := matches[name]) is not None}
+    return Resolved(entries, frozenset(trained), fixed)
+
+
+def explain_no_match(pattern: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
+    """Return the error text for a pattern that matches no layer."""
+    names = list(layers)
+    known = [name for name, _ in model.named_modules() if name]
+    near = difflib.get_close_matches(pattern, known, 3, 0.5) or names[:1]
+    return (
+        f"plan pattern {pattern!r} matches no Conv2d, Linear or other layer with parameters. The model has {len(names)} Conv2d "
+        f"and Linear layers, e.g. {', '.join(map(repr, dict.fromkeys([*near, names[-1]])))}."
+    )

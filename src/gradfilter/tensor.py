@@ -1,0 +1,335 @@
+"""PatchTensor: a value at pixel resolution whose gradient lives at patch resolution.
+
+Every activation inside a *region* is a `PatchTensor`: the full-resolution value, computed without autograd, plus a
+*carrier*, a coarse tensor with one cell per patch that takes part in autograd and has no storage of its own. The carrier's
+value would be the patch mean of the activation, so its gradient is the patch **sum** of the pixel gradient.
+
+The value is itself the output of `Exit(carrier)`. Whatever by-passes `__torch_function__` (other people's
+`autograd.Function`s, scripted code, full backward hooks) therefore finds an ordinary tensor with the right gradient:
+an exact exit, never a lost gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import resolve_name
+
+from gradfilter import patches
+from gradfilter.errors import DoubleBackwardError, ExitWarning, InputError, RuleError
+from gradfilter.patches import Matrix, Pair, Tiling, count_cells, make_areas, map_size, pool_sum
+
+plain_torch = torch._C.DisableTorchFunctionSubclass
+"""Context in which a PatchTensor is an ordinary tensor: rules run inside it."""
+
+Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Callable[..., Any], Rule] = {}
+
+
+@dataclass
+class Log:
+    """Remember, for one model, where regions ended: (layer, function) to the reason."""
+
+    exits: dict[tuple[str, str], str] = field(default_factory=dict)
+    warned: bool = False
+
+    def note(self, layer: str, func: Callable[..., Any], reason: str, expected: bool) -> None:
+        """Record an exit; warn about the first one that nobody expected."""
+        name = resolve_name(func) or getattr(func, "__name__", repr(func))
+        self.exits.setdefault((layer, name), "expected" if expected else reason)
+        if not expected and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"the region behind layer '{layer}' ends at {name}: {reason}. Gradients stay right, but from here on they "
+                "are held at pixel resolution until the next planned layer. gradfilter.describe(model) lists every exit.",
+                ExitWarning,
+                stacklevel=5,
+            )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the latest planned layer decided: it holds for everything behind that layer, until the next one."""
+
+    layer: str
+    tiling: Tiling
+    kernel: str = "lift"
+    log: Log = field(default_factory=Log, compare=False, repr=False)
+
+
+def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Register a rule: what the carrier does for these torch functions.
+
+    A rule is called as `rule(func, args, kwargs)` where at least one argument is a PatchTensor, with PatchTensors acting
+    as plain tensors. It returns the result, or `NotImplemented` for a case it does not cover, which then is an exit.
+    """
+
+    def register(new: Rule) -> Rule:
+        for func in functions:
+            if func in RULES:
+                raise RuleError(
+                    f"{resolve_name(func) or func} already has the rule {RULES[func].__name__!r}. A function has one rule: "
+                    "extend that one, or remove it from gradfilter.tensor.RULES first."
+                )
+            RULES[func] = new
+        return new
+
+    return register
+
+
+EXPECTED_EXITS: set[Callable[..., Any]] = set()
+"""Functions at which a region is meant to end: no warning there."""
+
+
+class PatchTensor(Tensor):
+    """A full-resolution value [N, C, H, W] with a coarse carrier [N, C, H', W'] in autograd.
+
+    Attributes:
+        carrier: NaN everywhere and without storage: only its place in the graph matters.
+        patch: Side of the patch `(h, w)` in pixels of this map.
+        choices: What the latest planned layer decided.
+        origin: How this tensor was made, where the next rule can make use of it (a conv before its batch norm).
+        borrowed: Whether the value belongs to a tensor that somebody else still holds.
+    """
+
+    carrier: Tensor
+    patch: Pair
+    choices: Choices
+    origin: Any
+    borrowed: bool
+    cached_mean: Tensor | None
+    seen_version: int
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the rule of `func`; without one, exit: run it exactly on the values."""
+        kwargs = kwargs or {}
+        with plain_torch():
+            found = None
+            if torch.is_grad_enabled():
+                found = RULES.get(func)
+                if found is not None:
+                    result = found(func, args, kwargs)
+                    if result is not NotImplemented:
+                        return result
+            live = find_live((args, tuple(kwargs.values())))
+            result = func(*args, **kwargs)
+            for x in live:
+                check_not_borrowed(x, x._version != x.seen_version)
+            if live and carries_grad(result):
+                reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
+                live[0].choices.log.note(live[0].choices.layer, func, reason, func in EXPECTED_EXITS)
+            return result
+
+
+def is_live(x: Any) -> TypeGuard[PatchTensor]:
+    """Tell whether x is a PatchTensor whose carrier still belongs to its value.
+
+    A function without a rule that writes in place, through an alias or not, leaves an ordinary tensor with an ordinary
+    graph behind; the version counter shows it.
+    """
+    return type(x) is PatchTensor and x._version == x.seen_version
+
+
+def check_not_borrowed(x: PatchTensor, written: bool) -> None:
+    """Refuse an in-place change of a layer's own input: the tensor outside the layer would keep the old gradient."""
+    if x.borrowed and written:
+        raise InputError(
+            f"layer '{x.choices.layer}' changes its input in place inside its own forward. The tensor it was given is shared "
+            "with the code outside, whose gradient would be wrong. Use the out-of-place function there (inplace=False)."
+        )
+
+
+def find_live(values: Any) -> list[PatchTensor]:
+    """List the live PatchTensors with a gradient in nested tuples and lists of arguments."""
+    if isinstance(values, (tuple, list)):
+        return [x for value in values for x in find_live(value)]
+    return [values] if is_live(values) and values.requires_grad else []
+
+
+def carries_grad(result: Any) -> bool:
+    """Tell whether a result holds a tensor that autograd follows."""
+    if isinstance(result, (tuple, list)):
+        return any(carries_grad(value) for value in result)
+    return isinstance(result, Tensor) and result.requires_grad
+
+
+def coarse(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a backward at patch resolution: first derivatives only, and not in autocast's lower precision."""
+
+    @wraps(backward)
+    def guarded(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "a filtered gradient was asked for with create_graph=True. The backward pass at patch resolution has no "
+                "second derivative. Call backward() without create_graph, or gradfilter.remove_(model) first."
+            )
+        device = grads[0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return backward(ctx, *grads)
+        return backward(ctx, *grads)
+
+    return guarded
+
+
+def make_carrier(shape: Iterable[int], like: Tensor) -> Tensor:
+    """Return a tensor of NaN with the dtype and device of `like` and one element of storage.
+
+    NaN and not zero: a carrier that somebody reads by accident must show.
+    """
+    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(*shape)
+
+
+class Exit(Function):
+    """Turn a carrier into its value.
+
+    Equation: backward is sum-pool(gy), the adjoint of "the value is constant in each patch" (design: projection).
+    Cost: nothing forward, one pass over gy backward; saves nothing.
+    Exact when: always, for the gradient that the region can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair) -> Tensor:
+        ctx.patch = patch
+        # Made here, from a tensor that autograd does not know as an input, the result is no view: in-place functions work.
+        return Tensor._make_subclass(PatchTensor, value[0])
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        return pool_sum(gy, ctx.patch), None, None
+
+
+class Rebind(Function):
+    """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, x: Tensor) -> Tensor:
+        ctx.patch = x.patch  # type: ignore[attr-defined]
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        return pool_sum(gy, ctx.patch), None
+
+
+class Enter(Function):
+    """Start a region at a tensor that needs a gradient.
+
+    Equation: the carrier is mean-pool(x), so gx = unpool(G / |I|).
+    Cost: one pass over gx backward; saves nothing.
+    Exact when: the gradient is constant in each patch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, patch: Pair) -> Tensor:
+        ctx.size, ctx.patch = map_size(x), patch
+        return make_carrier((*x.shape[:2], *count_cells(ctx.size, patch)), x)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return patches.unpool(g / make_areas(ctx.size, ctx.patch, g), ctx.patch, ctx.size), None
+
+
+class AxisMap(Function):
+    """Apply a linear map that acts on rows and columns alone: regrid, pad.
+
+    Equation: ȳ = M_h x̄ M_wᵀ, so Gx = M_hᵀ G M_w, with M the projection of the pixel map onto patch-constant maps.
+    Cost: two small matrix products per image backward; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
+        ctx.rows, ctx.columns = rows, columns
+        return make_carrier((*carrier.shape[:2], len(rows), len(columns)), carrier)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return patches.apply_axes(g, ctx.rows.T, ctx.columns.T), None, None
+
+
+def wrap(value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None) -> PatchTensor:
+    """Return a PatchTensor of a fresh value and its carrier."""
+    x: PatchTensor = Exit.apply(carrier, (value,), patch)  # type: ignore[assignment]
+    x.carrier, x.patch, x.choices, x.origin = carrier, patch, choices, origin
+    x.borrowed, x.cached_mean, x.seen_version = False, None, value._version
+    return x
+
+
+def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
+    """Give x, whose value a rule has just changed in place, its new carrier."""
+    check_not_borrowed(x, written=True)
+    x.detach_()
+    Rebind.apply(carrier, x)
+    x.carrier, x.origin, x.cached_mean, x.seen_version = carrier, None, None, x._version
+    return x
+
+
+def finish(x: PatchTensor, value: Tensor, carrier: Tensor, *, inplace: bool = False, patch: Pair | None = None) -> Tensor:
+    """Return the result of a rule on x: a PatchTensor, or a plain tensor where nothing needs a gradient."""
+    if inplace:
+        x.patch = patch or x.patch
+        return rebind(x, carrier)
+    if not carrier.requires_grad:
+        return value
+    return wrap(value, carrier, patch or x.patch, x.choices)
+
+
+def pixels(x: Tensor) -> Tensor:
+    """Return the value alone: a plain tensor without gradient, on the same storage and version counter."""
+    return x.detach()
+
+
+def mean(x: PatchTensor) -> Tensor:
+    """Return the patch means of x [N, C, H', W'], computed once for all consumers."""
+    if x.cached_mean is None:
+        with torch.no_grad():
+            x.cached_mean = patches.pool_mean(pixels(x), x.patch)
+    return x.cached_mean
+
+
+def enter(x: Tensor, choices: Choices) -> PatchTensor:
+    """Start a region at x [N, C, H, W]."""
+    patch = choices.tiling.patch_for(map_size(x))
+    if x.requires_grad:
+        carrier: Tensor = Enter.apply(x, patch)  # type: ignore[assignment]
+    else:
+        carrier = make_carrier((*x.shape[:2], *count_cells(map_size(x), patch)), x)
+    return borrow(wrap(x.detach(), carrier, patch, choices))
+
+
+def borrow(x: PatchTensor) -> PatchTensor:
+    """Mark x as a second handle on somebody's tensor."""
+    x.borrowed = True
+    return x
+
+
+def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
+    """Return x with another patch size, or under another layer's choices; the value is shared, not copied."""
+    if patch == x.patch:
+        if choices == x.choices:
+            return x
+        again = wrap(pixels(x), x.carrier, patch, choices, x.origin)
+        again.cached_mean = x.cached_mean
+        return borrow(again)
+    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(x.shape[-2:], x.patch, patch, strict=True))
+    return borrow(wrap(pixels(x), AxisMap.apply(x.carrier, rows, columns), patch, choices))  # type: ignore[arg-type]
