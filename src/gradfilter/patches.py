@@ -249,9 +249,9 @@ def lift_axis(axis: Axis) -> Lift | None:
     column = np.arange(in_cells) - stride * np.arange(out_cells)[:, None] - first
     inside = (column >= 0) & (column < len(matrix))
     toeplitz = np.where(inside, matrix[np.clip(column, 0, len(matrix) - 1)].transpose(2, 0, 1), 0.0)
-    if not np.allclose(toeplitz, taps, rtol=0, atol=1e-12):
-        return None
-    return Lift(matrix, stride, -first, (out_cells - 1) * stride + len(matrix) + first - in_cells)
+    lift = Lift(matrix, stride, -first, (out_cells - 1) * stride + len(matrix) + first - in_cells)
+    crops_all = min(lift.before, lift.after) <= -in_cells
+    return lift if not crops_all and np.allclose(toeplitz, taps, rtol=0, atol=1e-12) else None
 
 
 def apply_axes(x: Tensor, rows: Matrix, columns: Matrix) -> Tensor:

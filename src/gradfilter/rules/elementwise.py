@@ -125,7 +125,7 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 SMOOTH = (
     "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish rrelu selu silu softplus softshrink softsign tanh "
     "tanhshrink threshold sigmoid abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
-    "reciprocal rsqrt sin sqrt square"
+    "reciprocal rsqrt sin sqrt square __pow__ __neg__ __abs__"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
@@ -317,7 +317,10 @@ def run_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Pat
             return NotImplemented
     else:
         varies = False
-    x_bar = mean(x) if isinstance(factor, Tensor) and factor.requires_grad else None
+    x_bar = None
+    if isinstance(factor, Tensor) and factor.requires_grad:
+        # At patch 1 the means are the value itself, which is about to change.
+        x_bar = mean(x).clone() if inplace and x.patch == (1, 1) else mean(x)
     with torch.no_grad():
         y = func(*(pixels(v) if type(v) is PatchTensor else v for v in args), **kwargs)
     if not isinstance(factor, Tensor):

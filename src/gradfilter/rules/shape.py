@@ -54,6 +54,8 @@ def run_pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: f
     left, right, top, bottom = (*pad, 0, 0, 0, 0)[:4]
     with torch.no_grad():
         y = func(pixels(x), pad, mode, value)
+    if not y.numel():
+        return NotImplemented
     h, w = map_size(x)
     patch = x.choices.tiling.patch_for(map_size(y))
     rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])

@@ -1,0 +1,215 @@
+"""Tables that the tests run over: a new row is a whole test suite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfilter.models import make_model
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator of its own for a test."""
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal float64 numbers."""
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """One convolution: what a layer can be, without its sizes."""
+
+    kernel: tuple[int, int] = (3, 3)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] | str = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    channels: tuple[int, int] = (4, 6)
+
+    def __str__(self) -> str:
+        """Return a short name for test ids."""
+        kernel, stride = "x".join(map(str, self.kernel)), "x".join(map(str, self.stride))
+        padding = self.padding if isinstance(self.padding, str) else "x".join(map(str, self.padding))
+        return f"k{kernel}-s{stride}-p{padding}-d{'x'.join(map(str, self.dilation))}-g{self.groups}"
+
+    def make_weight(self, seed: int = 1) -> Tensor:
+        """Return a weight."""
+        return draw(self.channels[1], self.channels[0] // self.groups, *self.kernel, seed=seed)
+
+    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """Run torch's own convolution."""
+        return F.conv2d(x, w, b, self.stride, self.padding, self.dilation, self.groups)
+
+
+CONVS = [
+    Conv(),
+    Conv(kernel=(1, 1), padding=(0, 0)),
+    Conv(kernel=(1, 1), padding=(0, 0), stride=(2, 2)),
+    Conv(kernel=(1, 1), padding=(1, 2), stride=(2, 1)),
+    Conv(stride=(2, 2)),
+    Conv(stride=(3, 2), padding=(0, 2)),
+    Conv(padding=(0, 0)),
+    Conv(padding="same"),
+    Conv(padding="valid"),
+    Conv(kernel=(4, 2), padding="same"),
+    Conv(dilation=(2, 2), padding=(2, 2)),
+    Conv(kernel=(5, 5), padding=(2, 2), dilation=(3, 2), stride=(2, 3)),
+    Conv(kernel=(1, 3), padding=(0, 1)),
+    Conv(kernel=(3, 1), padding=(1, 0), stride=(1, 2)),
+    Conv(kernel=(2, 2), padding=(0, 0), stride=(2, 2)),
+    Conv(kernel=(7, 7), padding=(3, 3), groups=4, channels=(4, 4)),
+    Conv(groups=4, channels=(4, 4), stride=(2, 2)),
+    Conv(groups=4, channels=(4, 8)),
+    Conv(groups=2, channels=(4, 6), kernel=(5, 3), padding=(2, 1)),
+]
+"""Odd sizes, unequal kernel/stride/padding per axis, groups, depthwise multipliers, dilation."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A torch function with one spatial input and perhaps parameters [N, C, H, W] → [N, C, ...]."""
+
+    name: str
+    call: Callable[..., Tensor]
+    params: tuple[tuple[int, ...], ...] = ()
+    statistics: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the test id."""
+        return self.name
+
+
+CHANNELS = 3
+
+
+def batch_norm(training: bool) -> Callable[..., Tensor]:
+    """Return a batch norm with statistics of its own, made anew at every call."""
+
+    def call(x: Tensor, *affine: Tensor) -> Tensor:
+        mu, var = draw(CHANNELS, seed=5), draw(CHANNELS, seed=6).abs() + 0.5
+        return F.batch_norm(x, mu, var, *affine, training=training)
+
+    return call
+
+
+def seeded_dropout(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a dropout that draws the same mask at every call and leaves the global generator alone."""
+
+    def call(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return function(x)
+
+    return call
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu6": lambda x: F.relu6(x * 4),
+    "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.7),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "relu_inplace": lambda x: F.relu(x * 1.0, inplace=True),
+    "leaky_relu_inplace": lambda x: F.leaky_relu(x * 1.0, 0.3, inplace=True),
+    "sigmoid_": lambda x: (x * 1.0).sigmoid_(),
+    "silu_inplace": lambda x: F.silu(x * 1.0, inplace=True),
+    "dropout": seeded_dropout(lambda x: F.dropout(x, 0.4)),
+    "dropout_inplace": seeded_dropout(lambda x: F.dropout(x * 1.0, 0.4, inplace=True)),
+    "dropout2d": seeded_dropout(lambda x: F.dropout2d(x, 0.4)),
+    "alpha_dropout": seeded_dropout(lambda x: F.alpha_dropout(x, 0.4, training=True)),
+    "rrelu": seeded_dropout(lambda x: F.rrelu(x, training=True)),
+    "clamp": lambda x: x.clamp(-0.3, 0.4),
+    "pow": lambda x: x**3,
+    "threshold": lambda x: F.threshold(x, 0.1, -2.0),
+    "softplus": lambda x: F.softplus(x, beta=2),
+} | {
+    name: getattr(F, name)
+    for name in (
+        "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish selu silu softshrink softsign tanh tanhshrink sigmoid"
+    ).split()
+} | {name: getattr(torch, name) for name in "abs cos erf exp sin square neg".split()}  # fmt: skip
+
+FUNCTIONS = [
+    *(Function(name, call) for name, call in ACTIVATIONS.items()),
+    Function("batch_norm_eval", batch_norm(training=False), ((CHANNELS,), (CHANNELS,))),
+    Function("batch_norm_eval_plain", batch_norm(training=False)),
+    Function("batch_norm_train", batch_norm(training=True), ((CHANNELS,), (CHANNELS,)), statistics=True),
+    Function("batch_norm_train_plain", batch_norm(training=True), statistics=True),
+    Function("prelu", lambda x, w: F.prelu(x, w), ((CHANNELS,),)),
+    Function("prelu_one", lambda x, w: F.prelu(x, w), ((1,),)),
+    Function("mul_channel", lambda x, s: x * s, ((CHANNELS, 1, 1),)),
+    Function("rmul_channel", lambda x, s: s * x, ((1, CHANNELS, 1, 1),)),
+    Function("imul_channel", lambda x, s: (x * 1.0).mul_(s), ((CHANNELS, 1, 1),)),
+    Function("mul_number", lambda x: 2.5 * x),
+    Function("mul_frozen_map", lambda x: x * torch.linspace(0, 1, x.shape[-1], dtype=x.dtype)),
+    Function("div_number", lambda x: x / 2.5),
+    Function("div_frozen", lambda x: x / torch.tensor([2.0, 3.0, 4.0], dtype=x.dtype)[:, None, None]),
+    Function("add_channel", lambda x, s: x + s, ((CHANNELS, 1, 1),)),
+    Function("sub_channel", lambda x, s: torch.sub(x, s, alpha=2), ((1, CHANNELS, 1, 1),)),
+    Function("rsub", lambda x: 1 - x),
+    Function("iadd_number", lambda x: (x * 1.0).add_(3)),
+    Function("add_itself", lambda x: x + x * 2),
+    Function("iadd_itself", lambda x: (x * 1.0).add_(x, alpha=-3)),
+    Function("cat", lambda x: torch.cat([x, x * 2, torch.ones_like(x.detach())], 1)),
+    Function("pad_zero", lambda x: F.pad(x, (1, 2, 0, 3))),
+    Function("pad_value", lambda x: F.pad(x, (1, 0, 2, 1), value=3.0)),
+    Function("pad_crop", lambda x: F.pad(x, (-1, 2, 0, -1))),
+    Function("pad_reflect", lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect")),
+    Function("pad_replicate", lambda x: F.pad(x, (3, 1, 2, 4), mode="replicate")),
+    Function("pad_circular", lambda x: F.pad(x, (1, 2, 2, 1), mode="circular")),
+    Function("clone", lambda x: x.clone()),
+    Function("contiguous", lambda x: x.contiguous(memory_format=torch.channels_last)),
+]
+"""Every rule but the convolution's, at least once."""
+
+
+def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give batch norms statistics and affines as training would, so that no gradient is trivially right."""
+    generator = seeded(seed)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_(0, 0.1, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            module.weight.data.uniform_(0.5, 1.5, generator=generator)
+            module.bias.data.normal_(0, 0.1, generator=generator)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def make_torchvision(name: str) -> nn.Module:
+    """Return a torchvision model with seeded random weights."""
+    declare_torchvision_ops()
+    import torchvision
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(torchvision.models, name)(num_classes=10)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": lambda: make_torchvision("resnet18"),
+    "mobilenet_v2": lambda: make_torchvision("mobilenet_v2"),
+    "mobilenet_v3_small": lambda: make_torchvision("mobilenet_v3_small"),
+    "efficientnet-lite0": lambda: make_model("efficientnet-lite0", weights="pretrained", classes=10, generator=seeded()),
+    "mcunet-in3": lambda: make_model("mcunet-in3", classes=10, generator=seeded()),
+}
+"""The networks that the whole engine must carry."""
+
+
+def make_pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """Return a model of `MODELS` in float64 train mode, twice."""
+    model = shake_(MODELS[name]()).double().train()
+    return model, copy.deepcopy(model)
