@@ -167,6 +167,10 @@ FUNCTIONS = [
     Function("pad_reflect", lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect")),
     Function("pad_replicate", lambda x: F.pad(x, (3, 1, 2, 4), mode="replicate")),
     Function("pad_circular", lambda x: F.pad(x, (1, 2, 2, 1), mode="circular")),
+    Function("max_pool", lambda x: F.max_pool2d(x, 2)),
+    Function("max_pool_resnet", lambda x: F.max_pool2d(x, 3, 2, 1)),
+    Function("max_pool_odd", lambda x: F.max_pool2d(x, (2, 3), (1, 2), (1, 1), (2, 1), ceil_mode=True)),
+    Function("max_pool_wide", lambda x: F.max_pool2d(x, 5, 1, 2)),
     Function("clone", lambda x: x.clone()),
     Function("contiguous", lambda x: x.contiguous(memory_format=torch.channels_last)),
 ]

@@ -1,13 +1,13 @@
 """Geometry: pools, areas, tap matrices, lift, grids."""
 
 import numpy as np
-import oracles
 import pytest
 import torch
-from cases import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracles
+from cases import draw
 from gradfilter import patches
 from gradfilter.patches import Axis, Tiling
 

@@ -22,7 +22,7 @@ class Applied:
 
     plan: Plan
     resolved: Resolved
-    frozen: tuple[str, ...]
+    frozen: list[nn.Parameter]
     log: Log = field(default_factory=Log)
     image: Pair | None = None
     patches: dict[str, Pair] = field(default_factory=dict)
@@ -30,10 +30,15 @@ class Applied:
 
 
 @dataclass
-class ImageSize:
-    """Forward pre-hook on the model: notes the size of the network's input, to which a grid refers."""
+class Hook:
+    """What `apply_` leaves on a module. A class at module level, so that models still copy and pickle."""
 
     applied: Applied
+
+
+@dataclass
+class ImageSize(Hook):
+    """Forward pre-hook on the model: notes the size of the network's input, to which a grid refers."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -44,10 +49,9 @@ class ImageSize:
 
 
 @dataclass
-class Entry:
+class Entry(Hook):
     """Forward pre-hook on a planned convolution: brings its input to patch resolution, under the layer's choices."""
 
-    applied: Applied
     layer: str
     backward: Backward
     choices: Choices | None = None
@@ -92,18 +96,19 @@ class Entry:
 
 
 @dataclass
-class FixedStatistics:
+class FixedStatistics(Hook):
     """Forward pre-hook and hook on a batch norm: it runs in eval mode, whatever `model.train()` says."""
 
-    was_training: bool = False
+    was_training: bool | None = None
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self.was_training = module.training
         module.training = False
 
     def restore(self, module: nn.Module, *_: Any) -> None:
-        """Give the module its mode back after its forward."""
-        module.training = self.was_training
+        """Give the module its mode back after its forward, also after one that failed."""
+        if self.was_training is not None:
+            module.training, self.was_training = self.was_training, None
 
 
 def find_applied(model: nn.Module) -> Applied | None:
@@ -129,32 +134,40 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
             f"apply_ got {type(plan).__name__} where it takes a Plan, e.g. Plan.last(4) or Plan.all(Backward(patch=4))."
         )
     before = find_applied(model)
-    was_frozen = set(before.frozen) if before else set()
+    check_not_nested(model, before)
     resolved = resolve(plan, model)
-    owned = {
-        f"{name}.{key}" if name else key: name
-        for name, module in model.named_modules()
-        for key in dict(module.named_parameters(recurse=False))
-    }
-    trainable = [p for p, _ in model.named_parameters() if model.get_parameter(p).requires_grad or p in was_frozen]
-    if not any(owned[p] in resolved.trained for p in trainable):
+    trained = {p for name in resolved.trained for p in model.get_submodule(name).parameters(recurse=False)}
+    was_frozen = set(before.frozen) if before else set()
+    trainable = [p for p in model.parameters() if p.requires_grad or p in was_frozen]
+    if not trained.intersection(trainable):
         raise PlanError(
             "the plan trains nothing: all parameters of the layers it names have requires_grad=False. apply_ freezes, it never "
             "un-freezes: call model.requires_grad_(True), or set it on those layers, first."
         )
     remove_(model)
-    applied = Applied(plan, resolved, tuple(p for p in trainable if owned[p] not in resolved.trained))
-    for name in applied.frozen:
-        model.get_parameter(name).requires_grad_(False)
+    applied = Applied(plan, resolved, [p for p in trainable if p not in trained])
+    for parameter in applied.frozen:
+        parameter.requires_grad_(False)
     applied.handles.append(model.register_forward_pre_hook(ImageSize(applied), with_kwargs=True))
     for name, backward in resolved.entries.items():
         hook = Entry(applied, name, backward)
         applied.handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
     for name in resolved.fixed_norms:
-        module, fix = model.get_submodule(name), FixedStatistics()
+        module, fix = model.get_submodule(name), FixedStatistics(applied)
         applied.handles.append(module.register_forward_pre_hook(fix))
         applied.handles.append(module.register_forward_hook(fix.restore, always_call=True))
     return model
+
+
+def check_not_nested(model: nn.Module, applied: Applied | None) -> None:
+    """Refuse a model of which a part, or which as a part of another, has a plan already."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, Hook) and hook.applied is not applied:
+                raise PlanError(
+                    f"module '{name or '(model)'}' already runs under a plan that was applied to a part of this model, or to a "
+                    "model around it. One plan holds for the whole: call remove_ on that module first."
+                )
 
 
 def remove_(model: nn.Module) -> nn.Module:
@@ -167,8 +180,8 @@ def remove_(model: nn.Module) -> nn.Module:
     if applied is not None:
         for handle in applied.handles:
             handle.remove()
-        for name in applied.frozen:
-            model.get_parameter(name).requires_grad_(True)
+        for parameter in applied.frozen:
+            parameter.requires_grad_(True)
     return model
 
 
@@ -189,7 +202,7 @@ def describe(model: nn.Module) -> str:
         if name in applied.resolved.trained and name not in applied.resolved.entries:
             trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
             if trained:
-                rows.append((name or "(model)", "exact", "-", trained))
+                rows.append((name or "(model)", "-", "-", trained))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))

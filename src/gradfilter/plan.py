@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -123,7 +122,7 @@ class Plan:
         """Read a plan from YAML."""
         try:
             data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise PlanError(f"the plan is not YAML: {error}") from error
         known = {"layers", "rest", "batch_norm"}
         if not isinstance(data, dict) or set(data) - known or not isinstance(data.get("layers", {}), dict):
@@ -133,12 +132,18 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a YAML file: whole, or not at all."""
-        target = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8", suffix=".tmp") as file:
-            file.write(self.to_yaml())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, target)
+        target, text = Path(path), self.to_yaml()
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        except OSError as error:
+            raise PlanError(f"cannot write the plan file {os.fspath(path)!r}: {error.strerror or error}") from error
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -147,6 +152,8 @@ class Plan:
             return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"cannot read the plan file {os.fspath(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"the plan file {os.fspath(path)!r} is not text: {error}") from error
 
 
 def backward_to_dict(backward: Backward) -> dict[str, Any]:
@@ -218,10 +225,23 @@ def find_last(model: nn.Module, n: int) -> frozenset[str]:
     return frozenset([*convs[len(convs) - n :], *classifier])
 
 
-def is_covered(name: str, pattern: str) -> bool:
-    """Tell whether a pattern matches a module or a container around it."""
+def containers(name: str) -> list[str]:
+    """List a module's dotted name and those of the containers around it."""
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def find_covered(pattern: str, model: nn.Module) -> set[str]:
+    """Return the modules that a pattern covers: those it matches and all below them."""
+    last = LAST.fullmatch(pattern)
+    if last is None:
+        return {name for name, _ in model.named_modules() if any(fnmatchcase(part, pattern) for part in containers(name))}
+    return find_below(find_last(model, int(last[1])), model)
+
+
+def find_below(names: Collection[str], model: nn.Module) -> set[str]:
+    """Return modules by name, with what is below them (a parametrised weight is)."""
+    return {name for name, _ in model.named_modules() if any(part in names for part in containers(name))}
 
 
 def resolve(plan: Plan, model: nn.Module) -> Resolved:
@@ -236,14 +256,13 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     modules = dict(model.named_modules())
     matches = dict.fromkeys(modules, Backward(patch=1) if plan.rest == "exact" else None)
     for pattern, backward in reversed(list(plan.layers.items())):  # the first match wins: it is written last
-        last = LAST.fullmatch(pattern)
-        names = find_last(model, int(last[1])) if last else {name for name in modules if is_covered(name, pattern)}
+        names = find_covered(pattern, model)
         if not any(True for name in names for _ in modules[name].parameters(recurse=False)):
             raise PlanError(explain_no_match(pattern, model, layers))
         matches.update(dict.fromkeys(names, backward))
     behind = find_norms(model)
     trained = {name for name, backward in matches.items() if backward is not None}
-    trained |= {norm for norm, conv in behind.items() if conv in trained}
+    trained |= find_below({norm for norm, conv in behind.items() if conv in trained}, model)
     norms = [name for name, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if plan.batch_norm == "frozen":
         trained -= set(norms)
