@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.errors import InputError, PlanError
-from gradfilter.patches import Pair
+from gradfilter.patches import Pair, map_size
 from gradfilter.plan import Backward, Plan, Resolved, resolve
-from gradfilter.tensor import Choices, Log, enter, is_live, plain_torch, regrid
+from gradfilter.tensor import Choices, Log, enter, is_live, is_traced, plain_torch, regrid
 
 
 @dataclass
@@ -62,21 +62,27 @@ class Entry(Hook):
         if not torch.is_grad_enabled():
             return None
         with plain_torch():
-            x = args[0] if args else kwargs["input"]
+            key = None if args else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), "input")
+            x = args[0] if key is None else kwargs[key]
             if not x.requires_grad and not any(p.requires_grad for p in module.parameters()):
                 return None
             self.check(x)
-            if x.shape[2] == x.shape[3] == 1 and not is_live(x):
-                return None  # One pixel: nothing to pool, and squeeze-excite stays a plain factor for the map it scales.
-            choices = self.choose((x.shape[2], x.shape[3]))
-            patch = choices.tiling.patch_for((x.shape[2], x.shape[3]))
+            if map_size(x) == (1, 1) and not is_live(x) and not is_traced():
+                return None  # One pixel (squeeze-excite): nothing to pool, and torch's own graph is the lighter one.
+            choices = self.choose(x)
+            patch = choices.tiling.patch_for(map_size(x))
             self.applied.patches[self.layer] = patch
             x = regrid(x, patch, choices) if is_live(x) else enter(x, choices)
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+        return ((x, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: x})
 
-    def choose(self, size: Pair) -> Choices:
-        """Return the layer's choices for the image at hand; a part called on its own takes its own input for the image."""
-        tiling = self.backward.make_tiling(self.applied.image or size)
+    def choose(self, x: Tensor) -> Choices:
+        """Return the layer's choices for the image at hand.
+
+        That is the image from which x comes (a checkpoint may run a part again when the next image has passed), else the
+        latest one; a part called on its own takes its own input for the image.
+        """
+        image = x.choices.tiling.image if is_live(x) else None
+        tiling = self.backward.make_tiling(image or self.applied.image or map_size(x))
         if self.choices is None or self.choices.tiling != tiling:
             self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log)
         return self.choices

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gradfilter.tensor import plain_torch
@@ -59,7 +60,19 @@ def predict_saved_bytes(model: nn.Module, *inputs: Any) -> int:
     """
     state = {name: to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = tree_map(lambda value: to_meta(value) if isinstance(value, Tensor) else value, inputs)
-    return count_saved(lambda: functional_call(model, state, shapes), state.values())
+    with CpuNorm():
+        return count_saved(lambda: functional_call(model, state, shapes), state.values())
+
+
+class CpuNorm(TorchDispatchMode):
+    """Let batch norm on shapes save what it saves on a CPU: no statistics of the batch in eval mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operator; empty the two results that a CPU leaves empty."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_batch_norm.default and not args[5]:
+            return result[0], *(r.new_empty(0) for r in result[1:])
+        return result
 
 
 def to_meta(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ an exact exit, never a lost gradient.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError, ExitWarning, InputError, RuleError
@@ -50,8 +52,16 @@ class Log:
                 f"the region behind layer '{layer}' ends at {name}: {reason}. Gradients stay right, but from here on they "
                 "are held at pixel resolution until the next planned layer. gradfilter.describe(model) lists every exit.",
                 ExitWarning,
-                stacklevel=5,
+                stacklevel=count_inner_frames() + 1,
             )
+
+
+def count_inner_frames() -> int:
+    """Return how many frames lie between the caller and the first line outside torch and this package."""
+    frame, count = sys._getframe(1), 0
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradfilter"):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -93,18 +103,25 @@ class PatchTensor(Tensor):
 
     Attributes:
         carrier: NaN everywhere and without storage: only its place in the graph matters.
+        value: The value alone: a plain tensor without gradient, on the same storage and version counter.
         patch: Side of the patch `(h, w)` in pixels of this map.
         choices: What the latest planned layer decided.
         origin: How this tensor was made, where the next rule can make use of it (a conv before its batch norm).
         borrowed: Whether the value belongs to a tensor that somebody else still holds.
+        consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
+        ended: Whether the region ends at this very tensor.
+        means: Patch means by patch, shared by all handles on the value.
     """
 
     carrier: Tensor
+    value: Tensor
     patch: Pair
     choices: Choices
     origin: Any
     borrowed: bool
-    cached_mean: Tensor | None
+    consumed: bool
+    ended: bool
+    means: dict[Pair, Tensor]
     seen_version: int
 
     @classmethod
@@ -116,7 +133,9 @@ class PatchTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the rule of `func`; without one, exit: run it exactly on the values."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
         with plain_torch():
             found = None
             if torch.is_grad_enabled():
@@ -124,12 +143,14 @@ class PatchTensor(Tensor):
                 if found is not None:
                     result = found(func, args, kwargs)
                     if result is not NotImplemented:
+                        for x in find_live(args):
+                            x.consumed = x is not result
                         return result
             live = find_live((args, tuple(kwargs.values())))
+            if live and is_traced():
+                args, kwargs = tree_map_only(PatchTensor, leave, args), tree_map_only(PatchTensor, leave, kwargs)
             result = func(*args, **kwargs)
-            for x in live:
-                check_not_borrowed(x, x._version != x.seen_version)
-            if live and carries_grad(result):
+            if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
                 live[0].choices.log.note(live[0].choices.layer, func, reason, func in EXPECTED_EXITS)
             return result
@@ -139,9 +160,13 @@ def is_live(x: Any) -> TypeGuard[PatchTensor]:
     """Tell whether x is a PatchTensor whose carrier still belongs to its value.
 
     A function without a rule that writes in place, through an alias or not, leaves an ordinary tensor with an ordinary
-    graph behind; the version counter shows it.
+    graph behind; the version counter shows it. So does `detach_`, which the need for a gradient shows.
     """
-    return type(x) is PatchTensor and x._version == x.seen_version
+    if type(x) is not PatchTensor:
+        return False
+    unwritten = x._version == x.seen_version
+    check_not_borrowed(x, not unwritten)
+    return unwritten and not x.ended and x.requires_grad == x.carrier.requires_grad
 
 
 def check_not_borrowed(x: PatchTensor, written: bool) -> None:
@@ -214,6 +239,15 @@ class Exit(Function):
         return pool_sum(gy, ctx.patch), None, None
 
 
+class Leave(Exit):
+    """`Exit` as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, value: Tensor, patch: Pair) -> Tensor:  # type: ignore[override]
+        ctx.patch = patch
+        return value.clone()
+
+
 class Rebind(Function):
     """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`."""
 
@@ -270,17 +304,19 @@ class AxisMap(Function):
 def wrap(value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
     x: PatchTensor = Exit.apply(carrier, (value,), patch)  # type: ignore[assignment]
-    x.carrier, x.patch, x.choices, x.origin = carrier, patch, choices, origin
-    x.borrowed, x.cached_mean, x.seen_version = False, None, value._version
+    x.carrier, x.value, x.patch, x.choices, x.origin = carrier, value, patch, choices, origin
+    x.borrowed = x.consumed = x.ended = False
+    x.means, x.seen_version = {}, value._version
     return x
 
 
 def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     """Give x, whose value a rule has just changed in place, its new carrier."""
     check_not_borrowed(x, written=True)
-    x.detach_()
-    Rebind.apply(carrier, x)
-    x.carrier, x.origin, x.cached_mean, x.seen_version = carrier, None, None, x._version
+    if not is_traced():
+        x.detach_()
+        Rebind.apply(carrier, x)
+    x.carrier, x.origin, x.means, x.seen_version = carrier, None, {}, x._version
     return x
 
 
@@ -295,16 +331,26 @@ def finish(x: PatchTensor, value: Tensor, carrier: Tensor, *, inplace: bool = Fa
 
 
 def pixels(x: Tensor) -> Tensor:
-    """Return the value alone: a plain tensor without gradient, on the same storage and version counter."""
-    return x.detach()
+    """Return the value of any tensor without its gradient, on the same storage and version counter."""
+    return x.value if type(x) is PatchTensor else x.detach()
+
+
+def leave(x: PatchTensor) -> Tensor:
+    """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
+    return Leave.apply(x.carrier, x.value, x.patch)  # type: ignore[return-value]
+
+
+def is_traced() -> bool:
+    """Tell whether a graph is being recorded: then only plain tensors, and operators that export, are used."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def mean(x: PatchTensor) -> Tensor:
     """Return the patch means of x [N, C, H', W'], computed once for all consumers."""
-    if x.cached_mean is None:
+    if x.patch not in x.means:
         with torch.no_grad():
-            x.cached_mean = patches.pool_mean(pixels(x), x.patch)
-    return x.cached_mean
+            x.means[x.patch] = patches.pool_mean(pixels(x), x.patch)
+    return x.means[x.patch]
 
 
 def enter(x: Tensor, choices: Choices) -> PatchTensor:
@@ -325,11 +371,12 @@ def borrow(x: PatchTensor) -> PatchTensor:
 
 def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
     """Return x with another patch size, or under another layer's choices; the value is shared, not copied."""
-    if patch == x.patch:
-        if choices == x.choices:
-            return x
-        again = wrap(pixels(x), x.carrier, patch, choices, x.origin)
-        again.cached_mean = x.cached_mean
-        return borrow(again)
-    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(x.shape[-2:], x.patch, patch, strict=True))
-    return borrow(wrap(pixels(x), AxisMap.apply(x.carrier, rows, columns), patch, choices))  # type: ignore[arg-type]
+    if patch == x.patch and choices == x.choices:
+        return x
+    carrier, origin = x.carrier, x.origin
+    if patch != x.patch:
+        rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(map_size(x), x.patch, patch, strict=True))
+        carrier, origin = AxisMap.apply(x.carrier, rows, columns), None
+    again = borrow(wrap(pixels(x), carrier, patch, choices, origin))  # type: ignore[arg-type]
+    again.means, x.consumed = x.means, True
+    return again

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradfilter.patches import Pair, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.shape import finest
-from gradfilter.tensor import PatchTensor, coarse, find_live, finish, is_live, make_carrier, mean, pixels, regrid, rule
+from gradfilter.tensor import PatchTensor, coarse, find_live, finish, is_live, leave, make_carrier, mean, pixels, regrid, rule
 
 
 class Derivative(Function):
@@ -59,12 +60,18 @@ class StepDerivative(Function):
 
 
 def count_steep(steep: Tensor, patch: Pair) -> Tensor:
-    """Return how many pixels of each patch are set, in the smallest integers that hold a whole patch."""
+    """Return how many pixels of each patch are set, in the smallest integers that hold a whole patch.
+
+    Args:
+        steep: 1 or 0 per pixel, floating point.
+        patch: The patch.
+    """
     if patch == (1, 1):
         return pack_bits(steep)
     area = patch[0] * patch[1]
     dtype = torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
-    return pool_sum(steep.to(torch.float32), patch).to(dtype)
+    # Half precision counts to 256 or 2048 only.
+    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch).to(dtype)
 
 
 def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor) -> Tensor:
@@ -75,8 +82,8 @@ def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor) -> Tensor:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a boolean mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
-    flat = F.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
+    """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
+    flat = F.pad(mask.reshape(-1).ne(0).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
     return (flat * weights).sum(1, dtype=torch.uint8)
 
@@ -99,6 +106,14 @@ def find_functions(*names: str) -> set[Any]:
     return {getattr(space, n) for name in names for n in (name, f"{name}_") for space in spaces if hasattr(space, n)}
 
 
+def find_steep(y: Tensor, start: float, end: float) -> Tensor:
+    """Return 1 where y lies strictly between two bounds and 0 elsewhere, in one pass."""
+    one = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+    if end == math.inf:
+        return torch.ops.aten.threshold_backward(one, y, start)
+    return torch.ops.aten.hardtanh_backward(one, y, start, end)
+
+
 STEPS = {
     "relu": lambda: (0.0, math.inf, 0.0),
     "relu6": lambda: (0.0, 6.0, 0.0),
@@ -116,9 +131,11 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     options = {k: v for k, v in kwargs.items() if k != "inplace"}
     start, end, slope = STEPS[func.__name__.rstrip("_")](*args[1:], **options)
+    if slope < 0:
+        return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
-        steep = y > start if end == math.inf else (y > start) & (y < end)
+        steep = find_steep(y, start, end)
     return finish(x, y, StepDerivative.apply(x.carrier, steep, (slope, 1.0), x.patch), inplace=inplace)
 
 
@@ -139,9 +156,12 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return NotImplemented
     if func.__name__ in DROPOUTS and not kwargs.get("training", True):
         return x
-    z = pixels(x).requires_grad_()
-    with torch.enable_grad():
+    z = pixels(x).detach().requires_grad_()
+    # What autograd saves here is gone a line later: checkpoints and offloaders that watch saved tensors need not see it.
+    with torch.enable_grad(), saved_tensors_hooks(unchanged, unchanged):
         y = func(z.clone() if inplace else z, *args[1:], **kwargs)
+        if y is z:
+            return x
         if y.shape != x.shape or not y.requires_grad:
             return NotImplemented
         (derivative,) = torch.autograd.grad(y, z, torch.ones_like(y))
@@ -149,6 +169,11 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if inplace:
         pixels(x).copy_(y)
     return finish(x, y, Derivative.apply(x.carrier, pool_mean(derivative, x.patch), y), inplace=inplace)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
 
 
 class PReLU(Function):
@@ -188,7 +213,7 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = pixels(x)
         y = func(value, w)
         below = pool_mean(value.clamp(max=0), x.patch) if w.requires_grad else None
-        steep = value > 0
+        steep = find_steep(value, 0, math.inf)
     return finish(x, y, PReLU.apply(x.carrier, w, steep, below, x.patch))  # type: ignore[arg-type]
 
 
@@ -311,6 +336,8 @@ def rsub(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def run_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: PatchTensor, factor: Any) -> Any:
     """Return x · factor, computed by `func` itself."""
     inplace = is_inplace(func, kwargs)
+    if is_live(factor) and map_size(factor) == (1, 1) != map_size(x):
+        factor = leave(factor)
     if isinstance(factor, Tensor):
         varies = not is_spatially_constant(factor)
         if type(factor) is PatchTensor or not fits_inside(factor, x) or (factor.requires_grad and varies):
@@ -351,6 +378,8 @@ def div(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or not is_live(args[0]) or find_live(args[1]):
         return NotImplemented
     x, divisor = args
-    if isinstance(divisor, Tensor) and divisor.requires_grad:
+    if not isinstance(divisor, Tensor):
+        return run_product(func, args, kwargs, x, 1 / divisor if divisor else math.inf)
+    if divisor.requires_grad:
         return NotImplemented
-    return run_product(func, args, kwargs, x, 1 / divisor)
+    return run_product(func, args, kwargs, x, 1 / divisor.to(x.dtype))

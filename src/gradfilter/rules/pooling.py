@@ -63,7 +63,7 @@ def adaptive_avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     size = output_size if isinstance(output_size, (tuple, list)) else (output_size, output_size)
     size = tuple(n if wanted is None else wanted for wanted, n in zip(size, x.shape[-2:], strict=True))
     if size != (1, 1):
-        return x if size == map_size(x) else NotImplemented
+        return finish(x, pixels(x).clone(), x.carrier) if size == map_size(x) else NotImplemented
     with torch.no_grad():
         y = func(pixels(x), output_size)
     return global_mean(x, y)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.errors import InputError
 from gradfilter.patches import PAD_MODES, map_size, pad_axis
 from gradfilter.tensor import (
     EXPECTED_EXITS,
@@ -147,6 +148,11 @@ def watch_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """End the region at a tensor whose pixel gradient somebody wants to see: only there does it exist."""
     x = args[0]
     if is_live(x):
-        x.seen_version = -1
+        if x.consumed:
+            raise InputError(
+                f"{func.__name__} was called on an activation behind layer '{x.choices.layer}' that later layers have used already: "
+                "their gradient exists at patch resolution only. Call it before the activation is used, e.g. in a forward hook."
+            )
+        x.ended = True
         x.choices.log.note(x.choices.layer, func, "the gradient of this tensor is watched at pixel resolution", True)
     return func(*args, **kwargs)

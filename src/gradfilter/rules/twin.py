@@ -1,0 +1,264 @@
+"""The coarse twin of a convolution: the same convolution between patch-constant maps, and its gradients.
+
+Coarse tensors are small and their channels many, so products run over channels-last rows [N · cells, C]: a few large
+matrix products, and no copies where maps are channels-last already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfilter import patches
+from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, count_cells, to_tensor
+from gradfilter.tensor import is_traced
+
+SMALL = 64
+"""Up to so many cells, both axes of the tap matrices fit in one matrix."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of one convolution between two tiled maps, everything but batch, channels and weights."""
+
+    rows: Axis
+    columns: Axis
+    groups: int
+    lumped: bool
+
+    @property
+    def out_patch(self) -> Pair:
+        """The patch of the output."""
+        return self.rows.out_patch, self.columns.out_patch
+
+    @property
+    def out_cells(self) -> Pair:
+        """The number of output patches."""
+        return count_cells((self.rows.out_size, self.columns.out_size), self.out_patch)
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Tell whether each output pixel reads one real input pixel: a 1×1 kernel without padding."""
+        return all(
+            a.kernel == 1 and a.before == 0 and a.stride * (a.out_size - 1) < a.in_size for a in (self.rows, self.columns)
+        )
+
+    @cached_property
+    def taps(self) -> tuple[Matrix, Matrix]:
+        """The tap matrices per axis [taps, out cells, in cells]; the lumped kernel has one tap."""
+        make = patches.lumped_matrix if self.lumped else patches.tap_matrices
+        return make(self.rows), make(self.columns)
+
+    @cached_property
+    def is_single_tap(self) -> bool:
+        """Tell whether the coarse kernel has one tap: the input is then kept as the output cells see it."""
+        return self.is_pointwise or self.lumped
+
+    @cached_property
+    def lifts(self) -> tuple[Lift, Lift] | None:
+        """The coarse twin as an ordinary convolution, where partial patches do not forbid it."""
+        rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
+        return None if rows is None or columns is None else (rows, columns)
+
+    @property
+    def in_cells(self) -> Pair:
+        """The number of input patches."""
+        return count_cells((self.rows.in_size, self.columns.in_size), (self.rows.in_patch, self.columns.in_patch))
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Tell whether the maps have few cells."""
+        return max(self.in_cells[0] * self.in_cells[1], self.out_cells[0] * self.out_cells[1]) <= SMALL
+
+    @cached_property
+    def joint_taps(self) -> Matrix:
+        """Both axes of the tap matrices in one: [out cells, taps, in cells], rows and columns flattened."""
+        rows, columns = self.taps
+        joint = np.einsum("uij,vkl->ikuvjl", rows, columns)
+        return joint.reshape(rows.shape[1] * columns.shape[1], len(rows) * len(columns), -1)
+
+    @cached_property
+    def stacked(self) -> tuple[Matrix, Matrix]:
+        """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
+        rows, columns = self.taps
+        return rows.reshape(-1, rows.shape[-1]), columns.reshape(-1, columns.shape[-1])
+
+
+make_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
+Gradients = tuple[Tensor | None, Tensor | None]
+
+
+def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, *, need_gx: bool) -> Gradients:
+    """Return gx [N, Ci, H', W'] and gw [Co, Ci/groups, kh, kw] of the coarse twin.
+
+    Equation: with T the tap matrices (design §2, Galerkin projection of the convolution onto patch-constant maps),
+        gx = Σ_uv T_uᵀ (w[u,v]ᵀ G) T_v,        gw[u,v] = Σ G · (T_u x̄ T_vᵀ).
+    Cost: about 1/r² of the exact backward. As one ordinary convolution with the lifted kernel where every patch is whole,
+    else as matrix products with T.
+    Exact when: gx always is the exact projection; gw when x is constant in each patch, and for 1×1 kernels.
+
+    Args:
+        g: Patch sums of the gradient of the output [N, Co, H', W'].
+        kept: What was kept of the input; `None` where no weight gradient is asked for.
+        w: The weight.
+        geometry: The convolution.
+        need_gx: Whether the gradient of the input is asked for.
+    """
+    if geometry.is_single_tap:
+        return single_tap_gradients(g, kept, w, geometry, need_gx)
+    # Lifting costs a few passes over the kernel, tap matrices a few over the unfolded input: take the smaller.
+    few_weights = w.shape[0] // geometry.groups <= g.shape[0] * g.shape[2] * g.shape[3]
+    if geometry.lifts is not None and not is_traced() and (few_weights or all(a.is_identity for a in geometry.lifts)):
+        return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
+    if geometry.is_small and geometry.groups == 1:
+        return dense_gradients(g, kept, w, geometry, need_gx)
+    if geometry.is_small and geometry.groups == w.shape[0] and w.shape[1] == 1:
+        return depthwise_gradients(g, kept, w, geometry, need_gx)
+    return separable_gradients(g, kept, w, geometry, need_gx)
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """Return x [N, C, H', W'] as rows of channels [N · cells, C]."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def to_map(rows: Tensor, n: int, cells: Pair) -> Tensor:
+    """Return rows of channels as a channels-last map [N, C, H', W']."""
+    return rows.reshape(n, *cells, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw where each output cell reads one coarse value per channel: two matrix products.
+
+    With the lumped kernel (gradient filtering, CVPR 2023) the kernel is its sum over taps, and all taps share one
+    gradient: gx = Lᵀ (Σ_uv w[u,v])ᵀ G L, gw[u,v] = Σ G · (L x̄ Lᵀ).
+    """
+    gx = gw = None
+    total = w.sum((2, 3))
+    if geometry.groups == 1:
+        rows = to_rows(g)
+        if kept is not None:
+            gw = rows.t() @ to_rows(kept)
+        if need_gx:
+            gx = to_map(rows @ total, len(g), geometry.out_cells)
+    else:
+        if kept is not None:
+            gw = grouped_outer(g, kept[:, :, None], geometry.groups)
+        if need_gx:
+            gx = grouped_product(total[..., None], g, geometry.groups)[:, :, 0]
+    if gx is not None:
+        over, across = geometry.taps
+        gx = apply_axes(gx, over[0].T, across[0].T)
+    return gx, None if gw is None else gw.reshape(*w.shape[:2], 1, 1).expand_as(w)
+
+
+def dense_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw on small maps: one product with the joint tap matrix, one with the kernel."""
+    gx = gw = None
+    n, rows = len(g), to_rows(g)
+    joint = to_tensor(geometry.joint_taps, g)
+    out, taps, cells = joint.shape
+    joint = joint.reshape(out * taps, cells)
+    if kept is not None:
+        unfolded = joint @ to_rows(kept).reshape(n, cells, kept.shape[1])
+        gw = rows.t() @ unfolded.reshape(n * out, taps * kept.shape[1])
+        gw = gw.reshape(w.shape[0], *w.shape[2:], w.shape[1]).permute(0, 3, 1, 2)
+    if need_gx:
+        spread = rows @ w.permute(0, 2, 3, 1).reshape(w.shape[0], -1)
+        gx = to_map(joint.t() @ spread.reshape(n, out * taps, w.shape[1]), n, geometry.in_cells)
+    return gx, gw
+
+
+def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw on small maps with one kernel per channel: each channel's coarse operator as one small matrix.
+
+    Q_c = Σ_uv w_c[u,v] T_u ⊗ T_v [out cells, in cells], so gx = Q_cᵀ G and gQ_c = G x̄ᵀ, from which gw by the same sum.
+    """
+    gx = gw = None
+    n, channels = g.shape[:2]
+    joint = to_tensor(geometry.joint_taps.transpose(1, 0, 2), g)
+    taps, out, cells = joint.shape
+    joint = joint.reshape(taps, out * cells)
+    by_channel = g.reshape(n, channels, out).transpose(0, 1)
+    if kept is not None:
+        g_operator = by_channel.transpose(1, 2) @ kept.reshape(n, channels, cells).transpose(0, 1)
+        gw = (g_operator.reshape(channels, -1) @ joint.t()).reshape(w.shape)
+    if need_gx:
+        operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)
+        gx = (by_channel @ operator).transpose(0, 1).reshape(n, channels, *geometry.in_cells)
+    return gx, gw
+
+
+def grouped_outer(g: Tensor, unfolded: Tensor, groups: int) -> Tensor:
+    """Return Σ over images and cells of G · input per group: g [N, Co, …], unfolded [N, Ci, K, …] to [Co, Ci/groups, K]."""
+    n, co = g.shape[:2]
+    ci, taps = unfolded.shape[1:3]
+    cells = g.shape[2] * g.shape[3]
+    left = g.reshape(n, groups, co // groups, cells).permute(1, 2, 0, 3).reshape(groups, co // groups, n * cells)
+    right = unfolded.reshape(n, groups, ci // groups * taps, cells).permute(1, 0, 3, 2)
+    right = right.reshape(groups, n * cells, ci // groups * taps)
+    return (left @ right).reshape(co, ci // groups, taps)
+
+
+def grouped_product(w: Tensor, g: Tensor, groups: int) -> Tensor:
+    """Return wᵀ G per group and tap: w [Co, Ci/groups, K], g [N, Co, H', W'] to [N, Ci, K, H', W']."""
+    n, co, h, width = g.shape
+    ci, taps = w.shape[1] * groups, w.shape[2]
+    kernel = w.reshape(groups, co // groups, w.shape[1] * taps).transpose(1, 2)
+    return (kernel @ g.reshape(n, groups, co // groups, h * width)).reshape(n, ci, taps, h, width)
+
+
+def separable_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw on maps of any size and with any groups, the tap matrices applied one axis at a time."""
+    gx = gw = None
+    (kh, kw), (h, width) = w.shape[2:], geometry.out_cells
+    rows, columns = geometry.stacked
+    if kept is not None:
+        unfolded = apply_axes(kept, rows, columns)
+        unfolded = unfolded.reshape(*kept.shape[:2], kh, h, kw, width).transpose(3, 4)
+        gw = grouped_outer(g, unfolded.reshape(*kept.shape[:2], kh * kw, h, width), geometry.groups).reshape(w.shape)
+    if need_gx:
+        spread = grouped_product(w.reshape(*w.shape[:2], kh * kw), g, geometry.groups)
+        spread = spread.reshape(*spread.shape[:2], kh, kw, h, width).transpose(3, 4)
+        gx = apply_axes(spread.reshape(*spread.shape[:2], kh * h, kw * width), rows.T, columns.T)
+    return gx, gw
+
+
+def lifted_gradients(
+    g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], need_gx: bool
+) -> Gradients:
+    """Return gx and gw through one ordinary convolution with the lifted kernel A_h w A_wᵀ on the coarse maps."""
+    rows, columns = lifts
+    in_cells = geometry.in_cells
+    pads = [columns.before, columns.after, rows.before, rows.after]
+    symmetric = rows.is_symmetric and columns.is_symmetric
+    if kept is None:
+        cells = in_cells if symmetric else (in_cells[0] + pads[2] + pads[3], in_cells[1] + pads[0] + pads[1])
+        padded = g.new_empty(()).expand(g.shape[0], w.shape[1] * geometry.groups, *cells)
+    else:
+        padded = kept if symmetric else F.pad(kept, pads)
+    gx, gw, _ = torch.ops.aten.convolution_backward(
+        g,
+        padded,
+        apply_axes(w, rows.matrix, columns.matrix),
+        None,
+        [rows.stride, columns.stride],
+        [rows.before, columns.before] if symmetric else [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        geometry.groups,
+        [need_gx, kept is not None, False],
+    )
+    if gx is not None and not symmetric:
+        gx = F.pad(gx, [-p for p in pads])
+    if gw is not None:
+        gw = apply_axes(gw, rows.matrix.T, columns.matrix.T)
+    return gx, gw
