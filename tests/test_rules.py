@@ -142,8 +142,12 @@ def test_regrid_is_the_projected_identity(size, patch, other):
 def test_where_patch_sizes_meet_the_finer_one_holds(inplace, size, patch, other):
     a, b = draw(2, 3, *size).requires_grad_(), draw(2, 3, *size, seed=1).requires_grad_()
     pa, pb = enter(a, choose(patch)) * 1.0, enter(b, choose(other)) * 1.0
+    assert isinstance(pa, PatchTensor)
+    assert isinstance(pb, PatchTensor)
+    finest = min(pa.patch[0], pb.patch[0]), min(pa.patch[1], pb.patch[1])
     y = pa.add_(pb) if inplace else torch.cat([pa, pb], 1)
-    assert y.patch == (min(pa.patch[0], pb.patch[0]), min(pa.patch[1], pb.patch[1])) or inplace
+    assert isinstance(y, PatchTensor)
+    assert y.patch == finest
     g = draw(*y.carrier.shape, seed=4)
     ga, gb = torch.autograd.grad(y.carrier, [a, b], g)
     pixels = oracles.spread(g, y.patch, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +27,27 @@ class Applied:
     log: Log = field(default_factory=Log)
     image: Pair | None = None
     patches: dict[str, Pair] = field(default_factory=dict)
-    handles: list[RemovableHandle] = field(default_factory=list)
 
 
 @dataclass
-class Hook:
+class Hook(ABC):
     """What `apply_` leaves on a module. A class at module level, so that models still copy and pickle."""
 
     applied: Applied
+    handles: list[RemovableHandle] = field(default_factory=list, kw_only=True)
+
+    def attach(self, module: nn.Module) -> None:
+        """Put the hook in front of a module's forward."""
+        self.handles.append(module.register_forward_pre_hook(self, with_kwargs=True))
+
+    @abstractmethod
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run before the module's forward."""
+
+    def detach(self) -> None:
+        """Take the hook off again."""
+        for handle in self.handles:
+            handle.remove()
 
 
 @dataclass
@@ -107,7 +121,11 @@ class FixedStatistics(Hook):
 
     was_training: bool | None = None
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        self.handles.append(module.register_forward_hook(self.restore, always_call=True))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.was_training = module.training
         module.training = False
 
@@ -119,7 +137,7 @@ class FixedStatistics(Hook):
 
 def find_applied(model: nn.Module) -> Applied | None:
     """Return what `apply_` has done to this model, if it has."""
-    return next((h.applied for h in model._forward_pre_hooks.values() if isinstance(h, ImageSize)), None)
+    return next((hook.applied for hook in find_hooks(model) if isinstance(hook, ImageSize)), None)
 
 
 def apply_(model: nn.Module, plan: Plan) -> nn.Module:
@@ -154,22 +172,24 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     applied = Applied(plan, resolved, [p for p in trainable if p not in trained])
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
-    applied.handles.append(model.register_forward_pre_hook(ImageSize(applied), with_kwargs=True))
+    ImageSize(applied).attach(model)
     for name, backward in resolved.entries.items():
-        hook = Entry(applied, name, backward)
-        applied.handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+        Entry(applied, name, backward).attach(model.get_submodule(name))
     for name in resolved.fixed_norms:
-        module, fix = model.get_submodule(name), FixedStatistics(applied)
-        applied.handles.append(module.register_forward_pre_hook(fix))
-        applied.handles.append(module.register_forward_hook(fix.restore, always_call=True))
+        FixedStatistics(applied).attach(model.get_submodule(name))
     return model
+
+
+def find_hooks(module: nn.Module) -> list[Hook]:
+    """List what `apply_` has left on one module."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
 
 
 def check_not_nested(model: nn.Module, applied: Applied | None) -> None:
     """Refuse a model of which a part, or which as a part of another, has a plan already."""
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, Hook) and hook.applied is not applied:
+        for hook in find_hooks(module):
+            if hook.applied is not applied:
                 raise PlanError(
                     f"module '{name or '(model)'}' already runs under a plan that was applied to a part of this model, or to a "
                     "model around it. One plan holds for the whole: call remove_ on that module first."
@@ -177,17 +197,17 @@ def check_not_nested(model: nn.Module, applied: Applied | None) -> None:
 
 
 def remove_(model: nn.Module) -> nn.Module:
-    """Take a plan off a model again: hooks go, and what `apply_` froze is trainable as before.
+    """Take a plan off a model, or off a part of one, again: hooks go, and what `apply_` froze is trainable as before.
 
     Returns:
         The same model.
     """
-    applied = find_applied(model)
-    if applied is not None:
-        for handle in applied.handles:
-            handle.remove()
-        for parameter in applied.frozen:
+    here = set(model.parameters())
+    for hook in [hook for module in model.modules() for hook in find_hooks(module)]:
+        hook.detach()
+        for parameter in here.intersection(hook.applied.frozen):
             parameter.requires_grad_(True)
+        hook.applied.frozen = [p for p in hook.applied.frozen if p not in here]
     return model
 
 

@@ -133,7 +133,7 @@ class PatchTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the rule of `func`; without one, exit: run it exactly on the values."""
-        kwargs = dict(kwargs or {})
+        kwargs = {} if kwargs is None else dict(kwargs)
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         with plain_torch():
@@ -148,7 +148,8 @@ class PatchTensor(Tensor):
                         return result
             live = find_live((args, tuple(kwargs.values())))
             if live and is_traced():
-                args, kwargs = tree_map_only(PatchTensor, leave, args), tree_map_only(PatchTensor, leave, kwargs)
+                args = tree_map_only(PatchTensor, leave, args)
+                kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
             if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"

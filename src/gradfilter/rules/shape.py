@@ -150,8 +150,8 @@ def watch_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if is_live(x):
         if x.consumed:
             raise InputError(
-                f"{func.__name__} was called on an activation behind layer '{x.choices.layer}' that later layers have used already: "
-                "their gradient exists at patch resolution only. Call it before the activation is used, e.g. in a forward hook."
+                f"{func.__name__} was called on an activation behind layer '{x.choices.layer}' after it was used. "
+                "Their gradient exists at patch resolution only. Call it before the activation is used, e.g. in a forward hook."
             )
         x.ended = True
         x.choices.log.note(x.choices.layer, func, "the gradient of this tensor is watched at pixel resolution", True)

@@ -186,9 +186,9 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
     joint = to_tensor(geometry.joint_taps.transpose(1, 0, 2), g)
     taps, out, cells = joint.shape
     joint = joint.reshape(taps, out * cells)
-    by_channel = g.reshape(n, channels, out).transpose(0, 1)
+    by_channel = g.reshape(n, channels, out).transpose(0, 1).contiguous()
     if kept is not None:
-        g_operator = by_channel.transpose(1, 2) @ kept.reshape(n, channels, cells).transpose(0, 1)
+        g_operator = by_channel.transpose(1, 2) @ kept.reshape(n, channels, cells).transpose(0, 1).contiguous()
         gw = (g_operator.reshape(channels, -1) @ joint.t()).reshape(w.shape)
     if need_gx:
         operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)

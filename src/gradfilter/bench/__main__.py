@@ -1,0 +1,53 @@
+"""Command line of the benchmarks: argument parsing only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gradfilter.bench import fidelity, memory, step
+from gradfilter.errors import GradFilterError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmarks that the command line names: memory and step time where it names none."""
+    parser = argparse.ArgumentParser(prog="python -m gradfilter.bench", description=__doc__)
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="also write Markdown and JSON there")
+    commands = parser.add_subparsers(dest="command")
+    for name, rounds in (("memory", 3), ("step", 7)):
+        sub = commands.add_parser(name)
+        sub.add_argument("--model", default="mobilenet_v2", help="one of gradfilter.models or of torchvision")
+        sub.add_argument("--batch", type=int, default=32)
+        sub.add_argument("--pixels", type=int, default=224)
+        sub.add_argument("--rounds", type=int, default=rounds)
+        sub.add_argument("--threads", type=int, default=1)
+    sub = commands.add_parser("fidelity")
+    sub.add_argument("--data", type=Path, required=True, help="a folder of photographs, a folder per class")
+    sub.add_argument("--label", default="photographs", help="what to call them in the report")
+    sub.add_argument("--batch", type=int, default=32)
+    sub.add_argument("--batches", type=int, default=4)
+    sub.add_argument("--blocks", type=int, default=9)
+    sub.add_argument("--pixels", type=int, default=224)
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "fidelity":
+            reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
+        elif args.command == "memory":
+            reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
+        elif args.command == "step":
+            reports = [step.measure(args.model, args.batch, args.pixels, args.rounds, args.threads)]
+        else:
+            reports = [memory.measure("mobilenet_v2", 32, 224, 3), step.measure("mobilenet_v2", 32, 224, 7, 1)]
+    except GradFilterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for report in reports:
+        print(report.to_markdown())
+        if args.save:
+            report.save(args.save)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Tables of results, with the machine, the versions and the commit they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradfilter
+
+
+@dataclass
+class Report:
+    """One benchmark's result: a title, the command that repeats it, a table, remarks."""
+
+    name: str
+    title: str
+    command: str
+    columns: Sequence[str]
+    rows: list[Sequence[Any]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def to_markdown(self) -> str:
+        """Return the report as Markdown."""
+        lines = [f"# {self.title}", "", f"`{self.command}`", "", *make_table(self.columns, self.rows), ""]
+        lines += [f"{remark}\n" for remark in self.remarks]
+        return "\n".join([*lines, ", ".join(f"{key} {value}" for key, value in find_environment().items()), ""])
+
+    def save(self, folder: Path) -> None:
+        """Write the report as Markdown and as JSON."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.name}.md").write_text(self.to_markdown(), encoding="utf-8")
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        data = {
+            "title": self.title,
+            "command": self.command,
+            "environment": find_environment(),
+            "rows": rows,
+            "remarks": self.remarks,
+        }
+        (folder / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return a Markdown table, aligned for reading as text."""
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return lines
+
+
+def find_environment() -> dict[str, str]:
+    """Return what a number depends on besides the code: machine, threads, versions, commit."""
+    return {
+        "cpu": find_cpu(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gradfilter": gradfilter.__version__,
+        "commit": find_commit(),
+    }
+
+
+def find_cpu() -> str:
+    """Return the processor's name and its widest vector instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def find_commit() -> str:
+    """Return the commit of the checkout this runs from, marked where files differ from it."""
+    run = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, **run)
+    if head.returncode:
+        return "unknown"
+    changed = subprocess.run(["git", "status", "--porcelain", "--", "*.py"], check=False, **run).stdout.strip()
+    return head.stdout.strip() + ("+changes" if changed else "")
