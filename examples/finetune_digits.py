@@ -40,6 +40,7 @@ def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:960], order[1280:]
+    images = images.contiguous(memory_format=torch.channels_last)
     return images[train], labels[train], images[test], labels[test]
 
 
@@ -63,6 +64,7 @@ def main() -> None:
 
     images, labels, test_images, test_labels = load_digits()
     start = make_model(MODEL, weights="pretrained", classes=10, generator=torch.Generator().manual_seed(0))
+    start.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     backward = gf.Backward(patch=args.patch, grid=args.grid)
     plan = gf.Plan.all(backward) if args.last is None else gf.Plan.last(args.last, backward)
     filtered = gf.apply_(copy.deepcopy(start), plan)

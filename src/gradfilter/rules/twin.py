@@ -113,15 +113,29 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
     """
     if geometry.is_single_tap:
         return single_tap_gradients(g, kept, w, geometry, need_gx)
-    # Lifting costs a few passes over the kernel, tap matrices a few over the unfolded input: take the smaller.
-    few_weights = w.shape[0] // geometry.groups <= g.shape[0] * g.shape[2] * g.shape[3]
-    if geometry.lifts is not None and not is_traced() and (few_weights or all(a.is_identity for a in geometry.lifts)):
+    depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
+    if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
     if geometry.is_small and geometry.groups == 1:
         return dense_gradients(g, kept, w, geometry, need_gx)
-    if geometry.is_small and geometry.groups == w.shape[0] and w.shape[1] == 1:
+    if geometry.is_small and depthwise:
         return depthwise_gradients(g, kept, w, geometry, need_gx)
     return separable_gradients(g, kept, w, geometry, need_gx)
+
+
+def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:
+    """Tell whether an ordinary convolution with the lifted kernel is the cheaper way.
+
+    On small maps matrix products are, but for depthwise kernels of three coarse taps, for which torch has fast code as long
+    as the map is no smaller than the kernel. Lifting costs a few passes over the kernel, tap matrices a few over the
+    unfolded input: on larger maps take the smaller.
+    """
+    taps = max(len(a.matrix) for a in lifts)
+    if geometry.is_small and depthwise:
+        return taps <= min(3, *geometry.in_cells)
+    if geometry.is_small and geometry.groups == 1:
+        return geometry.out_cells[0] * geometry.out_cells[1] > 16
+    return w.shape[0] // geometry.groups <= g.shape[0] * g.shape[2] * g.shape[3] or all(a.is_identity for a in lifts)
 
 
 def to_rows(x: Tensor) -> Tensor:
