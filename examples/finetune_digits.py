@@ -28,8 +28,8 @@ PIXELS = 96
 BATCH = 32
 
 
-def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return train images and labels, test images and labels: a seeded split, images normalised for the model."""
+def load_digits(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `count` train images and their labels, test images and labels: a seeded split, normalised for the model."""
     from sklearn import datasets
 
     digits: Any = datasets.load_digits()
@@ -39,7 +39,7 @@ def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images = (images - torch.tensor(info.mean)[:, None, None]) / torch.tensor(info.std)[:, None, None]
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:960], order[1280:]
+    train, test = order[: min(count, 1280)], order[1280:]
     images = images.contiguous(memory_format=torch.channels_last)
     return images[train], labels[train], images[test], labels[test]
 
@@ -60,9 +60,10 @@ def main() -> None:
     size.add_argument("--grid", type=int, help="patches per side at every resolution (default 4)")
     parser.add_argument("--last", type=int, help="train only so many convolutions and the classifier (default: all layers)")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--images", type=int, default=960, help="how many digits to learn from, of 1,280 (default 960)")
     args = parser.parse_args()
 
-    images, labels, test_images, test_labels = load_digits()
+    images, labels, test_images, test_labels = load_digits(args.images)
     start = make_model(MODEL, weights="pretrained", classes=10, generator=torch.Generator().manual_seed(0))
     start.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     backward = gf.Backward(patch=args.patch, grid=args.grid)

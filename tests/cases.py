@@ -160,6 +160,8 @@ FUNCTIONS = [
     Function("iadd_number", lambda x: (x * 1.0).add_(3)),
     Function("add_itself", lambda x: x + x * 2),
     Function("iadd_itself", lambda x: (x * 1.0).add_(x, alpha=-3)),
+    Function("iadd_the_same", lambda x: torch.Tensor.add_(y := x * 1.5, y)),
+    Function("cat_axis", lambda x: torch.cat([x, x * 2], axis=1)),  # pyright: ignore[reportCallIssue]
     Function("cat", lambda x: torch.cat([x, x * 2, torch.ones_like(x.detach())], 1)),
     Function("pad_zero", lambda x: F.pad(x, (1, 2, 0, 3))),
     Function("pad_value", lambda x: F.pad(x, (1, 0, 2, 1), value=3.0)),

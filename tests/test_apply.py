@@ -506,7 +506,8 @@ def test_describe_without_a_plan():
 def test_describe_before_and_after_a_forward():
     net = gf.apply_(make_net(), gf.Plan({"block2.conv1": gf.Backward(patch=(2, 3)), "fc": gf.Backward()}))
     text = gf.describe(net)
-    assert text.splitlines()[0].split() == ["layer", "backward", "patch", "trained"]
+    assert text.splitlines()[0] == "Net: 1 convolution at patch resolution, rest frozen, batch norm eval"
+    assert text.splitlines()[1].split() == ["layer", "backward", "patch", "trained"]
     assert "block2.conv1  patch (2, 3)  ?      weight" in text
     assert "none seen yet; run a forward pass" in text
     assert "block1" not in text
@@ -515,7 +516,7 @@ def test_describe_before_and_after_a_forward():
     assert "block2.conv1  patch (2, 3)  2x3    weight" in text
     assert "none seen yet" not in text
     assert "exit" not in text
-    assert [line.split()[0] for line in text.splitlines()[2:]] == ["block2.conv1", "block2.bn1", "fc"]
+    assert [line.split()[0] for line in text.splitlines()[3:]] == ["block2.conv1", "block2.bn1", "fc"]
 
 
 def test_describe_is_not_changed_by_a_forward_without_gradients():

@@ -33,7 +33,7 @@ class Classifier(nn.Module):
 
 
 def convs_of(resolved: Resolved) -> set[str]:
-    return set(resolved.entries)
+    return set(resolved.convs)
 
 
 # Backward
@@ -279,15 +279,15 @@ def test_a_container_covers_everything_below_it():
 def test_the_first_match_wins(reverse):
     rows = [("features.3", Backward(patch=3)), ("features.[3-4]", Backward(patch=5)), ("*", Backward(grid=2))]
     resolved = resolve(Plan(dict(rows[::-1] if reverse else rows)), Classifier())
-    found = {name: resolved.entries[name] for name in ("features.3.0", "features.4.0", "stem.0")}
+    found = {name: resolved.convs[name] for name in ("features.3.0", "features.4.0", "stem.0")}
     expected = [Backward(grid=2)] * 3 if reverse else [Backward(patch=3), Backward(patch=5), Backward(grid=2)]
     assert list(found.values()) == expected
 
 
 def test_rest_exact_trains_all_other_layers_at_patch_1():
     resolved = resolve(Plan({"features.3": Backward(patch=3)}, rest="exact"), Classifier())
-    assert resolved.entries.pop("features.3.0") == Backward(patch=3)
-    assert set(resolved.entries.values()) == {Backward(patch=1)}
+    assert resolved.convs.pop("features.3.0") == Backward(patch=3)
+    assert set(resolved.convs.values()) == {Backward(patch=1)}
     assert {"stem.0", "stem.1", "hidden", "fc"} <= resolved.trained
 
 
@@ -297,7 +297,7 @@ def test_norms_follow_the_convolution_before_them(mode):
     norms = {name for name, m in Classifier().named_modules() if isinstance(m, nn.BatchNorm2d)}
     assert ("features.3.1" in resolved.trained) == (mode != "frozen")
     assert resolved.trained - {"features.3.1"} == {"features.3.0"}
-    assert set(resolved.fixed_norms) == (norms - {"features.3.1"} if mode == "train" else norms)
+    assert set(resolved.frozen_norms) == (norms - {"features.3.1"} if mode == "train" else norms)
 
 
 def test_norms_are_paired_by_parent_order_and_width():
@@ -326,7 +326,7 @@ def test_a_pattern_that_matches_nothing_is_answered_with_near_names():
 
 def test_a_model_that_is_one_convolution():
     resolved = resolve(Plan.all(Backward(patch=2)), nn.Conv2d(3, 5, 3))
-    assert resolved.entries == {"": Backward(patch=2)}
+    assert resolved.convs == {"": Backward(patch=2)}
     assert resolved.trained == {""}
 
 
@@ -349,7 +349,7 @@ def test_last_counts_as_the_papers_do_on_resnet18():
     model = torchvision_model("resnet18")
     resolved = resolve(Plan.last(4, Backward(patch=2)), model)
     convs = ["layer4.0.conv1", "layer4.0.conv2", "layer4.1.conv1", "layer4.1.conv2"]
-    assert resolved.entries == dict.fromkeys(convs, Backward(patch=2))
+    assert resolved.convs == dict.fromkeys(convs, Backward(patch=2))
     norms = {"layer4.0.bn1", "layer4.0.bn2", "layer4.1.bn1", "layer4.1.bn2"}
     assert resolved.trained == {*convs, *norms, "fc"}
 
@@ -372,7 +372,7 @@ def test_last_can_take_all_counted_convolutions_but_no_more(name, count):
 def test_last_0_trains_the_classifier_alone():
     resolved = resolve(Plan.last(0), Classifier())
     assert resolved.trained == {"fc"}
-    assert not resolved.entries
+    assert not resolved.convs
 
 
 def test_last_without_a_classifier_takes_convolutions_alone():

@@ -10,7 +10,7 @@ import cases
 import gradfilter.rules  # noqa: F401
 import oracles
 from cases import CHANNELS, CONVS, FUNCTIONS, draw
-from gradfilter.errors import RuleError
+from gradfilter.errors import InputError, RuleError
 from gradfilter.patches import Tiling, count_cells
 from gradfilter.tensor import RULES, Choices, PatchTensor, enter, regrid, rule
 
@@ -239,3 +239,64 @@ def test_relu_keeps_a_bit_a_byte_or_two_per_cell():
         px = enter(x, choose(patch))
         assert count_saved(lambda px=px: F.relu(px)) == expected
         assert count_cells((32, 32), patch) == px.carrier.shape[2:]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: F.conv2d(F.pad(x, (-1, 0, 0, -2)), w, padding=1),
+        lambda x, w: F.conv2d(F.pad(F.pad(x, (1, 0, 2, 0)), (0, 3, 0, 1)), w),
+    ],
+    ids=["crop", "pad_of_pad"],
+)
+@pytest.mark.parametrize("patch", [(1, 1), (2, 3)])
+def test_only_a_plain_zero_pad_folds(f, patch):
+    x, w = draw(2, 4, 9, 8), cases.Conv().make_weight()
+    _, gx, gp, g, out_patch = run_rule(f, x, [w], patch)
+    want_gx, want_gp = oracles.coarse_backward(f, x, [w], g, patch, out_patch, params_see_projection=True)
+    if patch == (1, 1):
+        torch.testing.assert_close(gp[0], want_gp[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(gx, want_gx, rtol=1e-9, atol=1e-9)
+    assert float(F.cosine_similarity(gx.flatten(), want_gx.flatten(), 0)) > 0.8
+
+
+def test_a_pad_does_not_fold_once_the_map_has_changed():
+    x, w = draw(2, 4, 9, 8).requires_grad_(), cases.Conv().make_weight().requires_grad_()
+
+    def f(x):
+        y = x * 1.5
+        padded = F.pad(y, (1, 1, 1, 1))
+        y.relu_()
+        return F.conv2d(padded, w) + F.conv2d(y, w, padding=1)
+
+    got = f(enter(x, choose((1, 1))))
+    gy = draw(*got.shape, seed=3)
+    for a, b in zip(torch.autograd.grad(got, [x, w], gy), torch.autograd.grad(f(x), [x, w], gy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_plain_residual_enters_where_it_meets_the_region():
+    a, b = draw(2, 3, 7, 8).requires_grad_(), draw(2, 3, 7, 8, seed=1).requires_grad_()
+    for y in (enter(a, choose((2, 3))) * 2 + b, b + enter(a, choose((2, 3))) * 2):
+        assert isinstance(y, PatchTensor)
+        gy = draw(*y.shape, seed=2)
+        ga, gb = torch.autograd.grad(y, [a, b], gy)
+        torch.testing.assert_close(ga, oracles.project(2 * gy, (2, 3)))
+        torch.testing.assert_close(gb, oracles.project(gy, (2, 3)))
+
+
+def test_the_gradient_of_a_used_activation_is_refused():
+    y = enter(draw(1, 3, 6, 6).requires_grad_(), choose((2, 2))) * 2
+    z = F.relu(y)
+    y.contiguous()
+    with pytest.raises(InputError, match="patch resolution"):
+        torch.autograd.grad(z.mean((2, 3)).sum(), y)
+    with pytest.raises(InputError, match="patch resolution"):
+        y.retain_grad()
+
+
+def test_half_precision_counts_large_patches():
+    x = torch.ones(1, 1, 300, 300, dtype=torch.bfloat16, requires_grad=True)
+    y = F.relu(enter(x, choose((290, 290))))
+    (gx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(gx, torch.ones_like(gx))

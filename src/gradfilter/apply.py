@@ -58,12 +58,13 @@ class ImageSize(Hook):
         if torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and value.dim() == 4:
-                    self.applied.image = (value.shape[2], value.shape[3])
-                    return
+                    self.applied.image = map_size(value)
+                    break
+            self.applied.log.exits.clear()
 
 
 @dataclass
-class Entry(Hook):
+class PlannedConv(Hook):
     """Forward pre-hook on a planned convolution: brings its input to patch resolution, under the layer's choices."""
 
     layer: str
@@ -108,6 +109,11 @@ class Entry(Hook):
                 f"layer '{self.layer}' got a tensor of shape {list(x.shape)}. Patches need a batch of maps [N, C, H, W]: "
                 "add the missing axes, e.g. x[None] for a single image."
             )
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise InputError(
+                f"layer '{self.layer}' runs under forward-mode differentiation, which a filtered gradient does not have. Use "
+                "backward(), or gradfilter.remove_(model) first."
+            )
         if not x.is_floating_point():
             raise InputError(
                 f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "
@@ -116,7 +122,7 @@ class Entry(Hook):
 
 
 @dataclass
-class FixedStatistics(Hook):
+class FrozenStatistics(Hook):
     """Forward pre-hook and hook on a batch norm: it runs in eval mode, whatever `model.train()` says."""
 
     was_training: bool | None = None
@@ -173,10 +179,10 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
     ImageSize(applied).attach(model)
-    for name, backward in resolved.entries.items():
-        Entry(applied, name, backward).attach(model.get_submodule(name))
-    for name in resolved.fixed_norms:
-        FixedStatistics(applied).attach(model.get_submodule(name))
+    for name, backward in resolved.convs.items():
+        PlannedConv(applied, name, backward).attach(model.get_submodule(name))
+    for name in resolved.frozen_norms:
+        FrozenStatistics(applied).attach(model.get_submodule(name))
     return model
 
 
@@ -219,19 +225,23 @@ def describe(model: nn.Module) -> str:
     applied = find_applied(model)
     if applied is None:
         return f"{type(model).__name__}: no plan applied."
+    plan = applied.plan
+    count = len(applied.resolved.convs)
+    title = f"{type(model).__name__}: {count} convolution{'s' * (count != 1)} at patch resolution, rest {plan.rest}, "
     rows = [("layer", "backward", "patch", "trained")]
-    for name, backward in applied.resolved.entries.items():
+    for name, backward in applied.resolved.convs.items():
         own = model.get_submodule(name).named_parameters(recurse=False)
         trained = " ".join(key for key, p in own if p.requires_grad) or "-"
         rows.append((name or "(model)", str(backward), describe_patch(backward, applied.patches.get(name)), trained))
     for name, module in model.named_modules():
-        if name in applied.resolved.trained and name not in applied.resolved.entries:
+        if name in applied.resolved.trained and name not in applied.resolved.convs:
             trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
             if trained:
                 rows.append((name or "(model)", "-", "-", trained))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.insert(0, f"{title}batch norm {plan.batch_norm}")
     if not applied.patches:
         lines.append("exits: none seen yet; run a forward pass")
     for (layer, function), reason in applied.log.exits.items():

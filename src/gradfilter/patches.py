@@ -68,6 +68,12 @@ def grid_patch(size: int, grid: int, image: int) -> int:
     return min(size, max(1, round(cell * size / image)))
 
 
+def count_dtype(patch: Pair) -> torch.dtype:
+    """Return the smallest integers that count the pixels of a patch."""
+    area = patch[0] * patch[1]
+    return torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
+
+
 def count_cells(size: Pair, patch: Pair) -> Pair:
     """Return how many patches, partial ones included, cover a map of `size`."""
     return -(-size[0] // patch[0]), -(-size[1] // patch[1])
@@ -80,15 +86,29 @@ def axis_areas(size: int, patch: int) -> Matrix:
     return np.minimum(starts + patch, size) - starts
 
 
-def make_areas(size: Pair, patch: Pair, like: Tensor) -> Tensor:
-    """Return |I| for every patch as a tensor [H', W'] with the dtype and device of `like`."""
-    areas = np.multiply.outer(axis_areas(size[0], patch[0]), axis_areas(size[1], patch[1]))
-    return to_tensor(areas, like)
+@lru_cache(maxsize=4096)
+def find_areas(size: Pair, patch: Pair) -> Matrix | float:
+    """Return |I| for every patch [H', W'], or one number where all patches are whole."""
+    if size[0] % patch[0] == size[1] % patch[1] == 0:
+        return float(patch[0] * patch[1])
+    return np.multiply.outer(axis_areas(size[0], patch[0]), axis_areas(size[1], patch[1])).astype(np.float64)
+
+
+def make_areas(size: Pair, patch: Pair, like: Tensor) -> Tensor | float:
+    """Return |I| for every patch [H', W'] on the device of `like`, or one number where all patches are whole.
+
+    In single precision at least: half precision counts to 2048 or to 256 only.
+    """
+    areas = find_areas(size, patch)
+    if isinstance(areas, float):
+        return areas
+    dtype = like.dtype if like.element_size() > 2 else torch.float32
+    return torch.from_numpy(areas).to(device=like.device, dtype=dtype)
 
 
 def to_tensor(matrix: Matrix, like: Tensor) -> Tensor:
     """Return a constant as a tensor with the dtype and device of `like`."""
-    return torch.tensor(matrix, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(matrix).to(device=like.device, dtype=like.dtype)
 
 
 def pool_mean(x: Tensor, patch: Pair) -> Tensor:
@@ -265,4 +285,6 @@ def apply_axes(x: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
 
 def is_identity(matrix: Matrix) -> bool:
     """Tell whether a matrix is the identity."""
-    return matrix.shape[-1] == matrix.shape[-2] and bool((matrix == np.eye(matrix.shape[-1])).all())
+    if matrix.shape[-1] != matrix.shape[-2] or matrix[0, 0] != 1 or matrix[-1, -1] != 1:
+        return False
+    return bool((matrix == np.eye(len(matrix))).all())

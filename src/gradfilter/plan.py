@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,9 +68,10 @@ class Backward:
 def check_size(name: str, value: Any) -> int | Pair:
     """Return a patch or grid size, checked."""
     sides = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if len(sides) not in (1, 2) or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sides):
+    if len(sides) not in (1, 2) or any(not isinstance(n, Integral) or isinstance(n, bool) or n < 1 for n in sides):
         raise PlanError(f"Backward got {name}={value!r}. Give a whole number of at least 1, or a pair (h, w) of such numbers.")
-    return sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])
+    h, w = int(sides[0]), int(sides[-1])
+    return h if h == w else (h, w)
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,14 @@ class Resolved:
     """A plan spelled out for one model, by dotted names.
 
     Attributes:
-        entries: The convolutions that run at patch resolution, and how.
+        convs: The convolutions that run at patch resolution, and how.
         trained: The modules whose own parameters are trained.
-        fixed_norms: The batch norms whose statistics do not move.
+        frozen_norms: The batch norms whose statistics do not move.
     """
 
-    entries: dict[str, Backward]
+    convs: dict[str, Backward]
     trained: frozenset[str]
-    fixed_norms: tuple[str, ...]
+    frozen_norms: tuple[str, ...]
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
@@ -253,6 +255,8 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     layers = find_layers(model)
     if not any(isinstance(m, nn.Conv2d) for m in layers.values()):
         raise PlanError(f"{type(model).__name__} has no Conv2d. gradfilter filters the gradients of 2-D convolutions.")
+    if not plan.layers and plan.rest == "frozen":
+        raise PlanError("the plan names no layers and freezes the rest: it trains nothing. Name layers, or use Plan.last(n).")
     modules = dict(model.named_modules())
     matches = dict.fromkeys(modules, Backward(patch=1) if plan.rest == "exact" else None)
     for pattern, backward in reversed(list(plan.layers.items())):  # the first match wins: it is written last
@@ -266,15 +270,15 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     norms = [name for name, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if plan.batch_norm == "frozen":
         trained -= set(norms)
-    fixed = tuple(name for name in norms if name not in trained or plan.batch_norm != "train")
-    entries = {name: b for name, m in layers.items() if isinstance(m, nn.Conv2d) and (b := matches[name]) is not None}
-    return Resolved(entries, frozenset(trained), fixed)
+    frozen = tuple(name for name in norms if name not in trained or plan.batch_norm != "train")
+    convs = {name: b for name, m in layers.items() if isinstance(m, nn.Conv2d) and (b := matches[name]) is not None}
+    return Resolved(convs, frozenset(trained), frozen)
 
 
 def explain_no_match(pattern: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
     """Return the error text for a pattern that matches no layer."""
     names = list(layers)
-    known = [name for name, _ in model.named_modules() if name]
+    known = dict.fromkeys(part for name in names for part in containers(name))
     near = difflib.get_close_matches(pattern, known, 3, 0.5) or names[:1]
     return (
         f"plan pattern {pattern!r} matches no Conv2d, Linear or other layer with parameters. The model has {len(names)} Conv2d "

@@ -143,8 +143,8 @@ class PatchTensor(Tensor):
                 if found is not None:
                     result = found(func, args, kwargs)
                     if result is not NotImplemented:
-                        for x in find_live(args):
-                            x.consumed = x is not result
+                        for x in find_live((args, tuple(kwargs.values()))):
+                            x.consumed |= x is not result
                         return result
             live = find_live((args, tuple(kwargs.values())))
             if live and is_traced():
@@ -317,7 +317,7 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     if not is_traced():
         x.detach_()
         Rebind.apply(carrier, x)
-    x.carrier, x.origin, x.means, x.seen_version = carrier, None, {}, x._version
+    x.carrier, x.origin, x.means, x.consumed, x.seen_version = carrier, None, {}, False, x._version
     return x
 
 
@@ -357,11 +357,14 @@ def mean(x: PatchTensor) -> Tensor:
 def enter(x: Tensor, choices: Choices) -> PatchTensor:
     """Start a region at x [N, C, H, W]."""
     patch = choices.tiling.patch_for(map_size(x))
+    return borrow(wrap(x.detach(), enter_carrier(x, patch), patch, choices))
+
+
+def enter_carrier(x: Tensor, patch: Pair) -> Tensor:
+    """Return a carrier for a plain tensor x [N, C, H, W]."""
     if x.requires_grad:
-        carrier: Tensor = Enter.apply(x, patch)  # type: ignore[assignment]
-    else:
-        carrier = make_carrier((*x.shape[:2], *count_cells(map_size(x), patch)), x)
-    return borrow(wrap(x.detach(), carrier, patch, choices))
+        return Enter.apply(x, patch)  # type: ignore[return-value]
+    return make_carrier((*x.shape[:2], *count_cells(map_size(x), patch)), x)
 
 
 def borrow(x: PatchTensor) -> PatchTensor:
@@ -370,14 +373,19 @@ def borrow(x: PatchTensor) -> PatchTensor:
     return x
 
 
+def regrid_carrier(x: PatchTensor, patch: Pair) -> Tensor:
+    """Return the carrier of x at another patch size."""
+    if patch == x.patch:
+        return x.carrier
+    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(map_size(x), x.patch, patch, strict=True))
+    return AxisMap.apply(x.carrier, rows, columns)  # type: ignore[return-value]
+
+
 def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
     """Return x with another patch size, or under another layer's choices; the value is shared, not copied."""
     if patch == x.patch and choices == x.choices:
         return x
-    carrier, origin = x.carrier, x.origin
-    if patch != x.patch:
-        rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(map_size(x), x.patch, patch, strict=True))
-        carrier, origin = AxisMap.apply(x.carrier, rows, columns), None
-    again = borrow(wrap(pixels(x), carrier, patch, choices, origin))  # type: ignore[arg-type]
+    origin = x.origin if patch == x.patch else None
+    again = borrow(wrap(pixels(x), regrid_carrier(x, patch), patch, choices, origin))
     again.means, x.consumed = x.means, True
     return again

@@ -26,6 +26,7 @@ def measure(model: str, batch: int, pixels: int, repeats: int) -> Report:
         f"python -m gradfilter.bench memory --model {model} --batch {batch} --pixels {pixels}",
         ("method", "saved MB", "predicted MB", "fewer bytes", "peak MB", "above import MB", "of inference"),
     )
+    make_network(model)  # an unknown name is refused here, not in a child process
     images, _ = make_batch(batch, pixels)
     peaks = {method: measure_peak(model, method, batch, pixels, repeats) for method in PEAKS}
     exact = 0

@@ -31,7 +31,7 @@ def make_network(name: str) -> nn.Module:
         return torchvision.models.get_model(name)
 
 
-def fix_statistics_(model: nn.Module) -> nn.Module:
+def freeze_statistics_(model: nn.Module) -> nn.Module:
     """Put batch norms in eval mode, affine trained: what a plan does by default, for a model without one."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -45,7 +45,7 @@ def prepare(model: nn.Module, method: str) -> nn.Module:
         return model.eval()
     model.train()
     if method == EXACT:
-        return fix_statistics_(model)
+        return freeze_statistics_(model)
     return apply_(model, Plan.all(parse_backward(method)))
 
 

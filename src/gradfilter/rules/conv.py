@@ -35,7 +35,10 @@ def keep_input(x: PatchTensor, geometry: Geometry) -> Tensor:
 
 
 class Conv(Function):
-    """Carry a gradient back through conv2d; see `conv_gradients`. Saves the kept input where the weight is trained."""
+    """Carry a gradient back through conv2d.
+
+    Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
+    """
 
     @staticmethod
     def forward(
@@ -164,7 +167,7 @@ def run_conv2d(
     with torch.no_grad():
         y = func(pixels(x), weight, bias, stride, padding, dilation, groups)
     pads = (0, 0, 0, 0)
-    if isinstance(x.origin, Padded) and is_live(x.origin.x):
+    if isinstance(x.origin, Padded) and x.origin.is_intact:
         # Patches of a padded map would straddle those of the map: take the map itself and let the kernel pad.
         pads, unpadded = x.origin.pads, x.origin.x
     else:

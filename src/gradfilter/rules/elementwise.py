@@ -11,9 +11,22 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfilter.patches import Pair, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.patches import Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.shape import finest
-from gradfilter.tensor import PatchTensor, coarse, find_live, finish, is_live, leave, make_carrier, mean, pixels, regrid, rule
+from gradfilter.tensor import (
+    PatchTensor,
+    coarse,
+    enter_carrier,
+    find_live,
+    finish,
+    is_live,
+    leave,
+    make_carrier,
+    mean,
+    pixels,
+    regrid_carrier,
+    rule,
+)
 
 
 class Derivative(Function):
@@ -68,10 +81,8 @@ def count_steep(steep: Tensor, patch: Pair) -> Tensor:
     """
     if patch == (1, 1):
         return pack_bits(steep)
-    area = patch[0] * patch[1]
-    dtype = torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
     # Half precision counts to 256 or 2048 only.
-    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch).to(dtype)
+    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch).to(count_dtype(patch))
 
 
 def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor) -> Tensor:
@@ -84,14 +95,17 @@ def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor) -> Tensor:
 def pack_bits(mask: Tensor) -> Tensor:
     """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
     flat = F.pad(mask.reshape(-1).ne(0).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-    return (flat * weights).sum(1, dtype=torch.uint8)
+    return (flat * bit_weights(mask.device)).sum(1, dtype=torch.uint8)
+
+
+def bit_weights(device: torch.device) -> Tensor:
+    """Return the values of the eight bits of a byte."""
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     """Return the boolean mask of `pack_bits`."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] & weights).ne(0).reshape(-1)[: math.prod(shape)].reshape(shape)
+    return (packed[:, None] & bit_weights(packed.device)).ne(0).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def is_inplace(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -218,7 +232,12 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Add(Function):
-    """Carry a gradient back through a·x + b·y between PatchTensors: a·G and b·G; saves nothing."""
+    """Carry a gradient back through a·x + b·y between PatchTensors.
+
+    Equation: Gx = a·G, Gy = b·G.
+    Cost: nothing where the factor is 1; saves nothing.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, a: float, b: float, value: Tensor) -> Tensor:
@@ -237,7 +256,12 @@ def scaled(g: Tensor, factor: float) -> Tensor:
 
 
 class Offset(Function):
-    """Carry a gradient back through a·x + b·s, s constant over space: a·G, and b·ΣG for s; saves nothing."""
+    """Carry a gradient back through a·x + b·s, s constant over space.
+
+    Equation: Gx = a·G, gs = b·ΣG over the patches (and the axes along which s is broadcast).
+    Cost: nothing where the factor is 1; saves nothing.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, s: Tensor | None, a: float, b: float, value: Tensor) -> Tensor:
@@ -291,18 +315,24 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
             return NotImplemented
         first, second, a, b = second, first, b, a
     x: PatchTensor = first
+    other: Any = None
+    entering = False
     if is_live(second):
         if second.shape != x.shape:
             return NotImplemented
-    elif isinstance(second, Tensor):
-        if not fits_inside(second, x) or (second.requires_grad and not is_spatially_constant(second)):
+        other = second
+    elif isinstance(second, Tensor) and second.requires_grad and not is_spatially_constant(second):
+        if second.shape != x.shape or second.dtype != x.dtype:
             return NotImplemented
+        other, entering = second, True  # a plain residual enters the region where it meets it
+    elif isinstance(second, Tensor) and not fits_inside(second, x):
+        return NotImplemented
     with torch.no_grad():
         y = func(*(pixels(v) if type(v) is PatchTensor else v for v in args), **kwargs)
-    if is_live(second):
-        patch = finest([x, second])
-        carriers = (regrid(v, patch, v.choices).carrier for v in (x, second))
-        return finish(x, y, Add.apply(*carriers, a, b, y), inplace=inplace, patch=patch)
+    if other is not None:
+        patch = x.patch if entering else finest([x, other])
+        carrier = enter_carrier(other, patch) if entering else regrid_carrier(other, patch)
+        return finish(x, y, Add.apply(regrid_carrier(x, patch), carrier, a, b, y), inplace=inplace, patch=patch)
     trained = isinstance(second, Tensor) and second.requires_grad
     if not trained and a == 1 and y.dtype == x.dtype:
         return finish(x, y, x.carrier, inplace=inplace)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.errors import InputError
 from gradfilter.patches import Pair, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import coarse, finish, is_live, make_carrier, mean, pixels, rule
@@ -20,7 +21,7 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class NormEval(Function):
-    """Carry a gradient back through a batch norm with fixed statistics.
+    """Carry a gradient back through a batch norm in eval mode.
 
     Equation: Gx = G·γ/σ, gβ = Σ G, gγ = Σ G·(x̄ − μ)/σ.
     Cost: one pass over G; saves x̄ where γ is trained (behind a trained conv `ConvNorm` saves nothing).
@@ -122,7 +123,11 @@ def run_batch_norm(
         return NotImplemented
     x = input
     if training:
-        F._verify_batch_size(x.shape)  # type: ignore[attr-defined]
+        if x.numel() == x.shape[1]:
+            raise InputError(
+                f"a batch norm in train mode behind layer '{x.choices.layer}' got {list(x.shape)}: one value per channel has "
+                "no variance. Use a larger batch or image, or batch_norm='eval'."
+            )
         with torch.no_grad():
             y, mu, inverse = torch.native_batch_norm(pixels(x), weight, bias, running_mean, running_var, True, momentum, eps)
             x_bar = mean(x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter.patches import Pair, count_cells, make_areas, map_size
+from gradfilter.patches import Pair, count_cells, count_dtype, make_areas, map_size
 from gradfilter.rules.conv import as_pair
 from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
@@ -32,7 +32,7 @@ class GlobalMean(Function):
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
         areas = make_areas(ctx.size, ctx.patch, gy) / (ctx.size[0] * ctx.size[1])
-        return gy.reshape(*ctx.shape[:2], 1, 1) * areas, None, None, None
+        return (gy.reshape(*ctx.shape[:2], 1, 1) * areas).expand(ctx.shape), None, None, None
 
 
 def global_mean(x: PatchTensor, y: Tensor) -> Any:
@@ -135,9 +135,7 @@ def count_winners(indices: Tensor, width: int, windows: Windows) -> Tensor:
     slot = (cell_rows[:, None] * out_w + cell_columns) * places + place
     counts = torch.zeros(n * c, out_h * out_w * places, dtype=torch.float32, device=indices.device)
     counts.scatter_add_(1, slot.reshape(n * c, -1), torch.ones((), device=indices.device).expand(n * c, h * w))
-    area = windows.out_patch[0] * windows.out_patch[1]
-    dtype = torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
-    return counts.to(dtype).reshape(n, c, out_h, out_w, places)
+    return counts.to(count_dtype(windows.out_patch)).reshape(n, c, out_h, out_w, places)
 
 
 class MaxPool(Function):

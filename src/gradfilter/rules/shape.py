@@ -16,12 +16,13 @@ from gradfilter.tensor import (
     AxisMap,
     PatchTensor,
     coarse,
+    enter_carrier,
     find_live,
     finish,
     is_live,
     make_carrier,
     pixels,
-    regrid,
+    regrid_carrier,
     rule,
     wrap,
 )
@@ -34,6 +35,12 @@ class Padded(NamedTuple):
 
     x: PatchTensor
     pads: tuple[int, int, int, int]
+    version: int
+
+    @property
+    def is_intact(self) -> bool:
+        """Tell whether x still is what was padded: a rule may have changed it in place since."""
+        return is_live(self.x) and self.x.seen_version == self.version
 
 
 @rule(F.pad)
@@ -62,12 +69,18 @@ def run_pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: f
     rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])
     columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
     carrier: Tensor = AxisMap.apply(x.carrier, rows, columns)  # type: ignore[assignment]
-    is_zero_pad = mode == "constant" and not value
-    return wrap(y, carrier, patch, x.choices, Padded(x, (left, right, top, bottom)) if is_zero_pad else None)
+    pads = (left, right, top, bottom)
+    folds = mode == "constant" and not value and min(pads) >= 0  # zeros around what a crop has left are another map
+    return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None)
 
 
 class Cat(Function):
-    """Carry a gradient back through a concatenation of channels: each part gets its slice of G; saves nothing."""
+    """Carry a gradient back through a concatenation of channels.
+
+    Equation: each part gets its slice of G.
+    Cost: nothing; saves nothing.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
 
     @staticmethod
     def forward(ctx: Any, *carriers: Tensor) -> Tensor:
@@ -83,25 +96,22 @@ class Cat(Function):
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Concatenate channels; parts without gradient may be plain tensors. The finest patch of the parts holds for all."""
+    """Concatenate channels. The finest patch of the parts holds for all; a plain part enters the region there."""
     return run_cat(func, *args, **kwargs)
 
 
-def run_cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+def run_cat(func: Any, tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
     """Apply the rule with torch's argument names."""
+    dim = dim if axis is None else axis
     live = find_live(tensors)
-    if not live or any(t.dim() != 4 or (t.requires_grad and not is_live(t)) for t in tensors) or dim not in (1, -3):
+    if not live or any(t.dim() != 4 for t in tensors) or dim not in (1, -3):
         return NotImplemented
     if len({t.dtype for t in tensors}) > 1:
         return NotImplemented
     patch = finest(live)
     with torch.no_grad():
         y = func([pixels(t) for t in tensors], dim)
-    shape = live[0].carrier.shape if live[0].patch == patch else regrid(live[0], patch, live[0].choices).carrier.shape
-    carriers = [
-        regrid(t, patch, t.choices).carrier if is_live(t) else make_carrier((t.shape[0], t.shape[1], *shape[2:]), t)
-        for t in tensors
-    ]
+    carriers = [regrid_carrier(t, patch) if is_live(t) else enter_carrier(t, patch) for t in tensors]
     return finish(live[0], y, Cat.apply(*carriers), patch=patch)  # type: ignore[arg-type]
 
 
@@ -111,7 +121,12 @@ def finest(tensors: list[PatchTensor]) -> tuple[int, int]:
 
 
 class Copy(Function):
-    """Carry a gradient back through a change of dtype, device or memory format; saves nothing."""
+    """Carry a gradient back through a change of dtype, device or memory format.
+
+    Equation: Gx = G.
+    Cost: a conversion of G; saves nothing.
+    Exact when: always.
+    """
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, y: Tensor) -> Tensor:
@@ -141,6 +156,18 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not y.dtype.is_floating_point:
         return y
     return finish(x, y, Copy.apply(x.carrier, y))  # type: ignore[arg-type]
+
+
+@rule(torch.autograd.grad)
+def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse the gradient of an activation that rules have used: at pixel resolution it does not exist."""
+    for x in find_live((args[1:], kwargs.get("inputs"))):
+        if x.consumed:
+            raise InputError(
+                f"torch.autograd.grad was asked for an activation behind layer '{x.choices.layer}', whose gradient exists at "
+                "patch resolution only. Call retain_grad() on the activation before it is used, e.g. in a forward hook."
+            )
+    return func(*args, **kwargs)
 
 
 @rule(Tensor.register_hook, Tensor.retain_grad)

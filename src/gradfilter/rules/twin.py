@@ -60,6 +60,11 @@ class Geometry:
         return self.is_pointwise or self.lumped
 
     @cached_property
+    def is_aligned(self) -> bool:
+        """Tell whether, with one tap, output cells are input cells."""
+        return all(patches.is_identity(matrix[0]) for matrix in self.taps)
+
+    @cached_property
     def lifts(self) -> tuple[Lift, Lift] | None:
         """The coarse twin as an ordinary convolution, where partial patches do not forbid it."""
         rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
@@ -155,19 +160,22 @@ def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Ge
     gradient: gx = Lᵀ (Σ_uv w[u,v])ᵀ G L, gw[u,v] = Σ G · (L x̄ Lᵀ).
     """
     gx = gw = None
-    total = w.sum((2, 3))
+    total = w[:, :, 0, 0] if w.shape[2] == w.shape[3] == 1 else w.sum((2, 3))
     if geometry.groups == 1:
         rows = to_rows(g)
         if kept is not None:
             gw = rows.t() @ to_rows(kept)
         if need_gx:
             gx = to_map(rows @ total, len(g), geometry.out_cells)
+    elif geometry.groups == w.shape[0] and w.shape[1] == 1:
+        gw = None if kept is None else (g * kept).sum((0, 2, 3))
+        gx = g * total[:, :, None] if need_gx else None
     else:
         if kept is not None:
             gw = grouped_outer(g, kept[:, :, None], geometry.groups)
         if need_gx:
             gx = grouped_product(total[..., None], g, geometry.groups)[:, :, 0]
-    if gx is not None:
+    if gx is not None and not geometry.is_aligned:
         over, across = geometry.taps
         gx = apply_axes(gx, over[0].T, across[0].T)
     return gx, None if gw is None else gw.reshape(*w.shape[:2], 1, 1).expand_as(w)

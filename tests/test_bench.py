@@ -1,0 +1,73 @@
+"""The benchmarks and the example run, and what they print hangs together. No times are checked."""
+
+import json
+import os
+import runpy
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from gradfilter.bench.__main__ import main
+from gradfilter.bench.fidelity import measure
+
+ROOT = Path(__file__).parents[1]
+SHARED = Path(os.environ.get("GRADFILTER_SHARED", ROOT.parent / "shared" / "data"))
+
+
+def read_rows(folder):
+    (file,) = folder.glob("*.json")
+    return {row["method"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def test_memory_benchmark(tmp_path, capsys):
+    args = ["--save", str(tmp_path), "memory", "--model", "mcunet-in3", "--batch", "2", "--pixels", "64", "--rounds", "1"]
+    assert main(args) == 0
+    rows = read_rows(tmp_path)
+    assert "| patch 4 " in capsys.readouterr().out
+    saved = {method: float(row["saved MB"]) for method, row in rows.items()}
+    assert saved["exact"] > saved["patch 1"] > saved["patch 2"] > saved["patch 4"] > 0
+    assert all(row["saved MB"] == row["predicted MB"] for row in rows.values())
+    assert float(rows["exact"]["peak MB"]) > float(rows["exact"]["above import MB"]) > 0
+
+
+def test_step_benchmark(tmp_path):
+    args = ["--save", str(tmp_path), "step", "--model", "mcunet-in3", "--batch", "1", "--pixels", "48", "--rounds", "1"]
+    assert main(args) == 0
+    rows = read_rows(tmp_path)
+    assert rows["inference"]["step / inference"] == rows["exact"]["step / exact"] == "1.00"
+
+
+def test_an_unknown_model_or_an_empty_folder_is_an_error_of_one_line(tmp_path, capsys):
+    assert main(["memory", "--model", "no-such-net"]) == 2
+    assert "no-such-net" in capsys.readouterr().err
+    assert main(["fidelity", "--data", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["finetune_digits.py", "--images", "64", "--epochs", "1", "--last", "4", "--patch", "2"])
+    runpy.run_path(str(ROOT / "examples" / "finetune_digits.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "fewer bytes" in out
+    assert "patch 2" in out
+
+
+@pytest.mark.shared
+def test_lift_is_close_to_exact_on_photographs(tmp_path):
+    """EfficientNet-Lite0, last nine blocks, one batch of pets: the lift is close where the lumped kernel is not."""
+    archive = SHARED / "pets.tar.gz"
+    if not archive.exists():
+        pytest.skip(f"shared data is absent: {archive} (set GRADFILTER_SHARED)")
+    with tarfile.open(archive) as tar:
+        photographs = [m for m in tar.getmembers() if m.name.endswith(".jpg")]
+        tar.extractall(tmp_path, photographs[::9], filter="data")  # all breeds
+    report = measure(tmp_path, "pets", batch=32, batches=1, blocks=9, pixels=224)
+    rows = {row[0]: dict(zip(report.columns, row, strict=True)) for row in report.rows}
+    whole = {method: float(row["cosine, all trained"]) for method, row in rows.items()}
+    kernels = {method: float(row["cosine, conv weights"]) for method, row in rows.items()}
+    assert whole["patch 2"] >= 0.93
+    assert whole["grid 4"] >= 0.92
+    assert kernels["patch 2"] >= kernels["patch 2 lumped"] + 0.1
+    assert kernels["grid 14"] > kernels["grid 7"] > kernels["grid 4"] > kernels["grid 2"]
