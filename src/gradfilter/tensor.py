@@ -118,11 +118,11 @@ class PatchTensor(Tensor):
     patch: Pair
     choices: Choices
     origin: Any
-    borrowed: bool
-    consumed: bool
-    ended: bool
+    borrowed: bool = False
+    consumed: bool = False
+    ended: bool = False
     means: dict[Pair, Tensor]
-    seen_version: int
+    seen_version: int = -1  # that of no tensor: one that was not made by `wrap` is not live
 
     @classmethod
     def __torch_function__(
@@ -137,6 +137,9 @@ class PatchTensor(Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         with plain_torch():
+            if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
+                return func(*args, **kwargs)
+            check_not_borrowed((args, tuple(kwargs.values())))
             found = None
             if torch.is_grad_enabled():
                 found = RULES.get(func)
@@ -151,6 +154,7 @@ class PatchTensor(Tensor):
                 args = tree_map_only(PatchTensor, leave, args)
                 kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
+            check_not_borrowed((args, tuple(kwargs.values())))
             if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
                 live[0].choices.log.note(live[0].choices.layer, func, reason, func in EXPECTED_EXITS)
@@ -163,16 +167,18 @@ def is_live(x: Any) -> TypeGuard[PatchTensor]:
     A function without a rule that writes in place, through an alias or not, leaves an ordinary tensor with an ordinary
     graph behind; the version counter shows it. So does `detach_`, which the need for a gradient shows.
     """
-    if type(x) is not PatchTensor:
-        return False
-    unwritten = x._version == x.seen_version
-    check_not_borrowed(x, not unwritten)
-    return unwritten and not x.ended and x.requires_grad == x.carrier.requires_grad
+    return (
+        type(x) is PatchTensor and x._version == x.seen_version and not x.ended and x.requires_grad == x.carrier.requires_grad
+    )
 
 
-def check_not_borrowed(x: PatchTensor, written: bool) -> None:
+def check_not_borrowed(values: Any, written: bool = False) -> None:
     """Refuse an in-place change of a layer's own input: the tensor outside the layer would keep the old gradient."""
-    if x.borrowed and written:
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            check_not_borrowed(value, written)
+    elif type(values) is PatchTensor and values.borrowed and (written or values._version != values.seen_version):
+        x = values
         raise InputError(
             f"layer '{x.choices.layer}' changes its input in place inside its own forward. The tensor it was given is shared "
             "with the code outside, whose gradient would be wrong. Use the out-of-place function there (inplace=False)."
@@ -306,7 +312,6 @@ def wrap(value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: 
     """Return a PatchTensor of a fresh value and its carrier."""
     x: PatchTensor = Exit.apply(carrier, (value,), patch)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin = carrier, value, patch, choices, origin
-    x.borrowed = x.consumed = x.ended = False
     x.means, x.seen_version = {}, value._version
     return x
 
