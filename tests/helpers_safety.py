@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -151,3 +152,88 @@ def ddp_worker(rank: int, world: int, store: str, backwards: list[gf.Backward], 
             torch.save(results, out)
     finally:
         torch.distributed.destroy_process_group()
+
+
+BACKWARDS = [gf.Backward(patch=1), gf.Backward(patch=2), gf.Backward(grid=2), gf.Backward(patch=2, kernel="lumped")]
+allow_exits = pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")
+
+
+class Run(nn.Module):
+    """Run a function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def leave(x: Tensor) -> Tensor:
+    """End the region explicitly: a function without a rule, which changes nothing."""
+    return x.view(x.shape)
+
+
+def leave_behind(_m: nn.Module, _args: Any, y: Any) -> Tensor:
+    """End the region behind a module, as a forward hook."""
+    return leave(y)
+
+
+class Everything(nn.Module):
+    """Every kind of rule in one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU6(inplace=True))
+        self.depthwise = nn.Sequential(nn.Conv2d(6, 6, 5, padding=2, groups=6), nn.BatchNorm2d(6), nn.Hardswish(inplace=True))
+        self.point = nn.Sequential(nn.Conv2d(6, 6, 1), nn.PReLU(6), nn.Dropout(0.25))
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 2, 1), nn.ReLU(), nn.Conv2d(2, 6, 1), nn.Sigmoid())
+        self.mirror = nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect")
+        self.alone = nn.BatchNorm2d(6)
+        self.frozen = nn.Conv2d(6, 6, 3, padding=1).requires_grad_(False)
+        self.branch = nn.Sequential(nn.Conv2d(6, 4, (1, 3), (1, 2), (0, 1), bias=False), nn.LeakyReLU(0.1))
+        self.other = nn.Sequential(nn.Conv2d(6, 3, 3, (1, 2), 1), nn.BatchNorm2d(3, affine=False), nn.GELU())
+        self.scale = nn.Parameter(torch.ones(7, 1, 1))
+        self.last = nn.Conv2d(7, 8, 3, groups=1)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.point(self.depthwise(x))
+        y = y * self.squeeze(y) + x
+        y = self.frozen(self.alone(self.mirror(y))) - 0.5 * x
+        y = torch.cat([self.branch(y), F.relu(self.other(y))], 1) * self.scale
+        y = self.last(F.pad(y.contiguous(), (1, 1, 0, 2)))
+        return self.fc(torch.flatten(y.mean((2, 3)), 1))
+
+
+def make_everything(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return randomise(Everything().to(dtype))
+
+
+PLANS = {
+    "patch 1": gf.Plan.all(gf.Backward(patch=1)),
+    "patch 2": gf.Plan.all(gf.Backward(patch=2)),
+    "patch (2, 3)": gf.Plan.all(gf.Backward(patch=(2, 3))),
+    "patch 17": gf.Plan.all(gf.Backward(patch=17)),
+    "lumped": gf.Plan.all(gf.Backward(patch=2, kernel="lumped")),
+    "grid 2": gf.Plan.all(gf.Backward(grid=2)),
+    "train": gf.Plan.all(gf.Backward(patch=2), batch_norm="train"),
+    "frozen norms": gf.Plan.all(gf.Backward(patch=3), batch_norm="frozen"),
+    "last 3": gf.Plan.last(3, gf.Backward(patch=2)),
+    "rest exact": gf.Plan({"branch": gf.Backward(patch=4), "point": gf.Backward(grid=3)}, rest="exact"),
+    "mixed": gf.Plan({"stem": gf.Backward(patch=2), "last": gf.Backward(patch=3), "*": gf.Backward(patch=1)}),
+}
+
+
+class Standardised(nn.Module):
+    """Weight standardisation."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        w = w - w.mean((1, 2, 3), keepdim=True)
+        return w / (w.square().mean((1, 2, 3), keepdim=True) + 1e-6).sqrt()
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return F.conv2d(x, Standardised()(self.weight), self.bias, self.stride, self.padding, self.dilation, self.groups)

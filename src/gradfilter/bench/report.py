@@ -82,9 +82,11 @@ def find_cpu() -> str:
 
 def find_commit() -> str:
     """Return the commit of the checkout this runs from, marked where files differ from it."""
-    run = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, **run)
+    package = Path(gradfilter.__file__).parent
+    head, status = (
+        subprocess.run(["git", *command], cwd=package, check=False, capture_output=True, text=True)
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "."])
+    )
     if head.returncode:
         return "unknown"
-    changed = subprocess.run(["git", "status", "--porcelain", "--", "*.py"], check=False, **run).stdout.strip()
-    return head.stdout.strip() + ("+changes" if changed else "")
+    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")

@@ -1,0 +1,105 @@
+"""A whole step traces to a graph; the core import stays lean."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import gradfilter as gf
+from helpers_safety import (
+    PLANS,
+    applied,
+    assert_close,
+    assert_differ,
+    make_everything,
+    make_images,
+    make_labels,
+    make_net,
+)
+
+# Tracing
+
+
+def make_step(model: nn.Module) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """Return a whole training step as a function of its inputs and parameters."""
+
+    def step(images: Tensor, labels: Tensor, lr: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        loss = F.cross_entropy(functional_call(model, leaves, (images,)), labels)
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        return loss.detach(), {name: p.detach() - lr * g for (name, p), g in zip(leaves.items(), grads, strict=True)}
+
+    return step
+
+
+@pytest.mark.parametrize("backward", [gf.Backward(patch=1), gf.Backward(patch=2), gf.Backward(grid=2)], ids=str)
+def test_a_whole_step_traces_to_a_graph_that_trains(backward):
+    model = applied(make_net(nn.Hardswish()), backward)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    step, lr = make_step(model), torch.tensor(0.05, dtype=torch.float64)
+    graph = make_fx(step)(make_images(), make_labels(), lr, params)
+    targets = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    assert "aten.convolution.default" in targets
+    assert not [name for name in targets if name.startswith("aten.convolution_backward")]
+
+    images, labels = make_images(seed=11), make_labels(seed=12)
+    loss, updated = graph(images, labels, lr, params)
+    expected_loss, expected = step(images, labels, lr, params)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-9, atol=1e-12)
+    assert_close(updated, expected, 1e-9)
+    assert_differ(updated, params, "stem.0.weight")
+
+    losses = []
+    for _ in range(8):
+        loss, params = graph(images, labels, lr, params)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("plan", [PLANS["patch 2"], PLANS["lumped"], PLANS["train"]], ids=["patch 2", "lumped", "train"])
+def test_every_kind_of_rule_traces(plan):
+    net = make_everything(torch.float64)
+    net.get_submodule("point.2").p = 0.0  # type: ignore[assignment]
+    model = gf.apply_(net, plan).train()
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    lr = torch.tensor(0.05, dtype=torch.float64)
+    graph = make_fx(make_step(model))(make_images(), make_labels(), lr, params)
+    model.load_state_dict({**model.state_dict(), **buffers})
+    args = (make_images(seed=11), make_labels(seed=12), lr, params)
+    assert_close(graph(*args)[1], make_step(model)(*args)[1], 1e-9)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Conv2d(5, 2, 1), nn.Conv2d(2, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3), keepdim=True)))))
+
+
+def test_a_squeeze_excite_traces_without_convolution_backward():
+    model = applied(make_net(SqueezeExcite()), gf.Backward(patch=2))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    graph = make_fx(make_step(model))(make_images(), make_labels(), torch.tensor(0.05, dtype=torch.float64), params)
+    assert not [node for node in graph.graph.nodes if "convolution_backward" in str(node.target)]
+
+
+# Imports
+
+
+def test_the_core_import_is_lean():
+    heavy = "timm torchvision sklearn lightning scipy PIL flwr onnx pandas matplotlib hypothesis pytest".split()
+    code = f"import sys, gradfilter, gradfilter.cost; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
