@@ -499,6 +499,11 @@ def test_every_activation_of_the_region_is_a_patch_tensor_and_the_output_is_plai
 # Describe
 
 
+def test_apply_takes_a_module():
+    with pytest.raises(PlanError, match=r"got a list where it takes a model"):
+        gf.apply_([make_net()], gf.Plan.all())  # type: ignore[arg-type]
+
+
 def test_describe_without_a_plan():
     assert gf.describe(make_net()) == "Net: no plan applied."
 

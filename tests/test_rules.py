@@ -66,10 +66,33 @@ def test_rule_is_the_projected_jacobian(function, size, patch, n):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+small = st.tuples(st.integers(1, 3), st.integers(1, 3))
+convs = st.builds(
+    lambda group, multiple, **shape: cases.Conv(channels=(2 * group, group * multiple), groups=group, **shape),
+    group=st.integers(1, 3),
+    multiple=st.integers(1, 2),
+    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=small,
+    dilation=small,
+    padding=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(conv=convs, size=sizes, patch=sides, n=st.integers(1, 2), bias=st.booleans())
+def test_any_conv_is_the_projected_jacobian(conv, size, patch, n, bias):
+    check_conv(conv, size, patch, n, bias)
+
+
 @pytest.mark.parametrize("conv", CONVS, ids=str)
 @settings(deadline=None, max_examples=25)
 @given(size=sizes, patch=sides, n=st.integers(1, 2), bias=st.booleans())
 def test_conv_is_the_projected_jacobian(conv, size, patch, n, bias):
+    """Facts §3.2: valid convs, groups, depth multipliers, dilated 5×5, non-square kernels, on which the reference fails."""
+    check_conv(conv, size, patch, n, bias)
+
+
+def check_conv(conv, size, patch, n, bias):
     x, w = draw(n, conv.channels[0], *size), conv.make_weight()
     params = [w, draw(conv.channels[1], seed=3)] if bias else [w]
     expected = run_or_skip(conv, x, *params)

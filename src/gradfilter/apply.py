@@ -159,6 +159,8 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: The plan does not fit the model, which is left untouched.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"apply_ got a {type(model).__name__} where it takes a model, a torch.nn.Module.")
     if not isinstance(plan, Plan):
         raise PlanError(
             f"apply_ got {type(plan).__name__} where it takes a Plan, e.g. Plan.last(4) or Plan.all(Backward(patch=4))."
