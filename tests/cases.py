@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +82,6 @@ class Function:
     call: Callable[..., Tensor]
     params: tuple[tuple[int, ...], ...] = ()
     statistics: bool = False
-    extras: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return the test id."""
