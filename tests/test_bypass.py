@@ -312,15 +312,13 @@ def test_reentrant_checkpointing_equals_explicit_exits_around_the_block(backward
 
 
 @allow_exits
-def test_checkpointing_with_a_grid_and_two_image_sizes_before_backward():
-    """What is computed again in backward sees the image of its own forward, not the latest.
-
-    A reentrant checkpoint gives its block plain tensors, which say nothing of their image: there the latest one decides.
-    """
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
+def test_checkpointing_with_a_grid_and_two_image_sizes_before_backward(reentrant):
+    """What is computed again in backward must see the image of its own forward, not the latest."""
     net, sizes = make_net(), [(32, 32), (40, 40)]
     results: list[Gradients] = []
     for together in (False, True):
-        model = applied(Checkpointed(net, "block1", False), gf.Backward(grid=4))
+        model = applied(Checkpointed(net, "block1", reentrant), gf.Backward(grid=4))
         losses = []
         for size in sizes:
             losses.append(loss_of(model, make_images(size=size)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import gradfilter as gf
 from gradfilter.errors import ExitWarning, InputError
@@ -21,6 +22,7 @@ from helpers_safety import (
     assert_close,
     assert_differ,
     gradients,
+    make_images,
     make_net,
     plain,
 )
@@ -104,6 +106,23 @@ def test_asking_for_metadata_is_no_exit():
 def test_bad_inputs_are_refused_with_the_layer_and_the_remedy(images, says):
     with pytest.raises(InputError, match=says):
         applied(make_net(), gf.Backward(patch=2))(images)
+
+
+def test_forward_mode_differentiation_is_refused():
+    images = make_images()
+    with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode"):
+        applied(make_net(), gf.Backward(patch=2))(forward_ad.make_dual(images, torch.ones_like(images)))
+
+
+@pytest.mark.parametrize("args", [(), ("no tensor",), (None,)], ids=["nothing", "text", "none"])
+def test_what_is_no_tensor_is_left_to_the_layer_to_refuse(args):
+    layer = nn.Conv2d(3, 4, 3)
+    with pytest.raises(TypeError) as plain:
+        layer(*args)
+    gf.apply_(layer, gf.Plan.all())
+    with pytest.raises(TypeError) as planned:
+        layer(*args)
+    assert str(planned.value) == str(plain.value)
 
 
 class Greedy(nn.Conv2d):

@@ -70,15 +70,20 @@ class PlannedConv(Hook):
     layer: str
     backward: Backward
     choices: Choices | None = None
+    images: dict[Pair, Pair] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled():
-            return None
         with plain_torch():
             key = None if args else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), "input")
-            x = args[0] if key is None else kwargs[key]
+            x = args[0] if key is None else kwargs.get(key)
+            if not isinstance(x, Tensor):
+                return None  # not for us: the layer itself says what is wrong
+            if self.applied.image and x.dim() == 4 and not is_in_backward():
+                self.images[map_size(x)] = self.applied.image
+            if not torch.is_grad_enabled():
+                return None
             if not x.requires_grad and not any(p.requires_grad for p in module.parameters()):
                 return None
             self.check(x)
@@ -93,11 +98,12 @@ class PlannedConv(Hook):
     def choose(self, x: Tensor) -> Choices:
         """Return the layer's choices for the image at hand.
 
-        That is the image from which x comes (a checkpoint may run a part again when the next image has passed), else the
-        latest one; a part called on its own takes its own input for the image.
+        That is the image from which x comes: a checkpoint may run a part again when the next image has passed. A plain
+        tensor says nothing of its image, but a map of its size was seen in the forward. A part called on its own takes its
+        own input for the image.
         """
         image = x.choices.tiling.image if is_live(x) else None
-        tiling = self.backward.make_tiling(image or self.applied.image or map_size(x))
+        tiling = self.backward.make_tiling(image or self.images.get(map_size(x), map_size(x)))
         if self.choices is None or self.choices.tiling != tiling:
             self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log)
         return self.choices
@@ -119,6 +125,11 @@ class PlannedConv(Hook):
                 f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "
                 "numbers: convert the images first, e.g. x.float() / 255."
             )
+
+
+def is_in_backward() -> bool:
+    """Tell whether autograd is running backward: what runs forward then, a checkpoint runs again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass

@@ -262,7 +262,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     for pattern, backward in reversed(list(plan.layers.items())):  # the first match wins: it is written last
         names = find_covered(pattern, model)
         if not any(True for name in names for _ in modules[name].parameters(recurse=False)):
-            raise PlanError(explain_no_match(pattern, model, layers))
+            raise PlanError(explain_no_match(pattern, layers))
         matches.update(dict.fromkeys(names, backward))
     behind = find_norms(model)
     trained = {name for name, backward in matches.items() if backward is not None}
@@ -275,7 +275,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     return Resolved(convs, frozenset(trained), frozen)
 
 
-def explain_no_match(pattern: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
+def explain_no_match(pattern: str, layers: Mapping[str, nn.Module]) -> str:
     """Return the error text for a pattern that matches no layer."""
     names = list(layers)
     known = dict.fromkeys(part for name in names for part in containers(name))
