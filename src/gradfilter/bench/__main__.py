@@ -28,13 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--batch", type=int, default=32)
     sub.add_argument("--batches", type=int, default=4)
     sub.add_argument("--blocks", type=int, default=9)
-    sub.add_argument("--classifier", choices=("timm", "torch"), default="timm", help="whose initialisation it starts from")
     sub.add_argument("--pixels", type=int, default=224)
     args = parser.parse_args(argv)
     try:
         if args.command == "fidelity":
-            sizes = (args.batch, args.batches, args.blocks, args.pixels)
-            reports = [fidelity.measure(args.data, args.label, *sizes, args.classifier)]
+            reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
         elif args.command == "step":

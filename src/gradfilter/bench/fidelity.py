@@ -27,15 +27,12 @@ METHODS = (
 IMAGES = (".jpg", ".jpeg", ".png")
 
 
-def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixels: int, classifier: str = "timm") -> Report:
-    """Return the cosine to the exact gradient by method, over several batches.
-
-    The fresh classifier starts as timm or as torch's `nn.Linear` starts it: the gradient of all before it depends on that.
-    """
+def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixels: int) -> Report:
+    """Return the cosine to the exact gradient by method, over several batches."""
     report = Report(
-        f"fidelity-{label}" + f"-{classifier}" * (classifier != "timm"),
+        f"fidelity-{label}",
         f"Fidelity: {MODEL}, ImageNet weights, last {blocks} blocks and head, {label}, batch {batch}, {pixels} px",
-        f"python -m gradfilter.bench fidelity --data PHOTOS --label {label} --batches {batches} --classifier {classifier}",
+        f"python -m gradfilter.bench fidelity --data PHOTOS --label {label} --batches {batches}",
         ("method", "cosine, conv weights", "spread", "cosine, all trained", "norm ratio", "kB held per image"),
     )
     files = find_images(data)
@@ -47,8 +44,6 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
         images = torch.stack([load_image(file, pixels) for file in chosen])
         labels = torch.tensor([classes.index(find_class(file)) for file in chosen])
         model = make_model(MODEL, weights="pretrained", classes=len(classes), generator=torch.Generator().manual_seed(0))
-        if classifier == "torch":
-            reset_as_torch_(model)
         exact = find_gradients(model, make_plan(model, blocks, Backward(patch=1)), images, labels)
         for method in METHODS:
             gradients = find_gradients(model, make_plan(model, blocks, parse_backward(method)), images, labels)
@@ -60,18 +55,9 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
         report.rows.append((method, f"{conv:.3f}", f"{spread:.3f}", f"{everything:.3f}", f"{ratio:.3f}", f"{held:.0f}"))
     report.remarks = [
         f"Mean over {batches} batches; spread: largest less smallest cosine. All trained: conv weights, batch norm affines and "
-        f"the classifier, a fresh one for {len(classes)} classes, initialised as {classifier} does. Norm ratio: of the conv weights, filtered to exact."
+        f"the classifier, a fresh one for {len(classes)} classes. Norm ratio: of the conv weights, filtered to exact."
     ]
     return report
-
-
-def reset_as_torch_(model: nn.Module) -> None:
-    """Give the classifier the weights that a new `nn.Linear` of its size has."""
-    old = model.get_submodule("classifier")
-    assert isinstance(old, nn.Linear)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model.classifier = nn.Linear(old.in_features, old.out_features)
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -116,7 +102,11 @@ def find_gradients(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor)
 def compare(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float, float]:
     """Return the cosine of the conv weights' gradient, of the whole gradient, and the norm ratio of the former."""
     kernels = [name for name, g in exact.items() if g.dim() == 4]
-    (a, b), (whole, want) = (
-        (torch.cat([g[name].flatten() for name in names]) for g in (gradients, exact)) for names in (kernels, exact)
-    )
-    return float(F.cosine_similarity(a, b, 0)), float(F.cosine_similarity(whole, want, 0)), float(a.norm() / b.norm())
+    a, b = flatten(gradients, kernels), flatten(exact, kernels)
+    whole = F.cosine_similarity(flatten(gradients, list(exact)), flatten(exact, list(exact)), 0)
+    return float(F.cosine_similarity(a, b, 0)), float(whole), float(a.norm() / b.norm())
+
+
+def flatten(gradients: dict[str, Tensor], names: list[str]) -> Tensor:
+    """Return the gradients of these parameters as one vector."""
+    return torch.cat([gradients[name].flatten() for name in names])
