@@ -8,7 +8,8 @@ per geometry with numpy and cached.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +29,64 @@ def make_pair(value: int | Pair) -> Pair:
 def map_size(x: Tensor) -> Pair:
     """Return the spatial size `(h, w)` of x [N, C, H, W]."""
     return x.shape[-2], x.shape[-1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say which axes of a tensor are the rows and columns of its map.
+
+    Attributes:
+        rows: Axis of the rows.
+        columns: Axis of the columns; the same axis where both are merged, row by row, into tokens.
+        tokens: Size `(h, w)` of the map behind a merged axis; `None` where rows and columns have an axis each.
+        prefix: Tokens before the map's own on a merged axis (a class token): each is a patch by itself.
+    """
+
+    rows: int
+    columns: int
+    tokens: Pair | None = None
+    prefix: int = 0
+
+    def size(self, shape: torch.Size | tuple[int, ...]) -> Pair:
+        """Return the spatial size `(h, w)` of a tensor of this shape."""
+        return self.tokens or (shape[self.rows], shape[self.columns])
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The spatial axes."""
+        return (self.rows,) if self.tokens else (self.rows, self.columns)
+
+    def resize(self, shape: torch.Size | tuple[int, ...], size: Pair) -> list[int]:
+        """Return `shape` with another spatial size."""
+        out = list(shape)
+        if self.tokens:
+            out[self.rows] = self.prefix + size[0] * size[1]
+        else:
+            out[self.rows], out[self.columns] = size
+        return out
+
+    def with_size(self, size: Pair) -> Layout:
+        """Return the layout of a tensor with the same axes and another spatial size, such as the carrier."""
+        return replace(self, tokens=size) if self.tokens else self
+
+
+MAP = Layout(2, 3)
+"""The layout of a map [N, C, H, W]."""
+
+
+def over_map(x: Tensor, layout: Layout, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function of maps [A, B, H, W] to the spatial axes of a tensor in any layout."""
+    if layout == MAP and x.dim() == 4:
+        return function(x)
+    if layout.tokens:
+        axis = layout.rows
+        head, x = x.split((layout.prefix, x.shape[axis] - layout.prefix), axis)
+        y = over_map(x.unflatten(axis, layout.tokens), Layout(axis, axis + 1), function).flatten(axis, axis + 1)
+        return torch.cat([head, y], axis) if layout.prefix else y
+    last = x.movedim((layout.rows, layout.columns), (-2, -1))
+    others = last.shape[:-2]
+    y = function(last.reshape(1, *last.shape) if last.dim() == 3 else last.flatten(0, -4))
+    return y.reshape(*others, *y.shape[-2:]).movedim((-2, -1), (layout.rows, layout.columns))
 
 
 @dataclass(frozen=True)
@@ -94,16 +153,23 @@ def find_areas(size: Pair, patch: Pair) -> Matrix | float:
     return np.multiply.outer(axis_areas(size[0], patch[0]), axis_areas(size[1], patch[1])).astype(np.float64)
 
 
-def make_areas(size: Pair, patch: Pair, like: Tensor) -> Tensor | float:
-    """Return |I| for every patch [H', W'] on the device of `like`, or one number where all patches are whole.
+def make_areas(size: Pair, patch: Pair, like: Tensor, layout: Layout = MAP) -> Tensor | float:
+    """Return |I| for every patch, to act on `like` in its layout, or one number where all patches are whole.
 
     In single precision at least: half precision counts to 2048 or to 256 only.
     """
     areas = find_areas(size, patch)
-    if isinstance(areas, float):
+    if isinstance(areas, float) and not layout.prefix:
         return areas
     dtype = like.dtype if like.element_size() > 2 else torch.float32
-    return torch.from_numpy(areas).to(device=like.device, dtype=dtype)
+    if layout != MAP:
+        areas = np.broadcast_to(areas, count_cells(size, patch))
+        if layout.tokens:
+            areas = np.concatenate([np.ones(layout.prefix), areas.reshape(-1)])
+        elif layout.rows > layout.columns:
+            areas = areas.T
+        areas = areas.reshape([n if axis in layout.axes else 1 for axis, n in enumerate(like.shape)])
+    return torch.tensor(areas, device=like.device, dtype=dtype)
 
 
 def to_tensor(matrix: Matrix, like: Tensor) -> Tensor:
@@ -111,27 +177,31 @@ def to_tensor(matrix: Matrix, like: Tensor) -> Tensor:
     return torch.from_numpy(matrix).to(device=like.device, dtype=like.dtype)
 
 
-def pool_mean(x: Tensor, patch: Pair) -> Tensor:
-    """Return the mean of x [N, C, H, W] over the real pixels of each patch."""
+def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return the mean of x over the real pixels of each patch."""
     if patch == (1, 1):
         return x
-    return F.avg_pool2d(x, patch, patch, ceil_mode=True, count_include_pad=False)
+    return over_map(x, layout, lambda m: F.avg_pool2d(m, patch, patch, ceil_mode=True, count_include_pad=False))
 
 
-def pool_sum(x: Tensor, patch: Pair) -> Tensor:
-    """Return the sum of x [N, C, H, W] over the real pixels of each patch."""
+def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return the sum of x over the real pixels of each patch."""
     if patch == (1, 1):
         return x
-    return F.avg_pool2d(x, patch, patch, ceil_mode=True, divisor_override=1)
+    return over_map(x, layout, lambda m: F.avg_pool2d(m, patch, patch, ceil_mode=True, divisor_override=1))
 
 
-def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
-    """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
+def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor:
+    """Repeat each cell of x_bar over its patch, up to a map of `size`."""
     if patch == (1, 1):
         return x_bar
-    h, w = x_bar.shape[-2:]
-    full = x_bar[..., :, None, :, None].expand(*x_bar.shape[:2], h, patch[0], w, patch[1])
-    return full.reshape(*x_bar.shape[:2], h * patch[0], w * patch[1])[..., : size[0], : size[1]]
+
+    def repeat(cells: Tensor) -> Tensor:
+        h, w = cells.shape[-2:]
+        full = cells[..., :, None, :, None].expand(*cells.shape[:2], h, patch[0], w, patch[1])
+        return full.reshape(*cells.shape[:2], h * patch[0], w * patch[1])[..., : size[0], : size[1]]
+
+    return over_map(x_bar, layout.with_size(count_cells(size, patch)), repeat)
 
 
 def project_axis(source: Matrix, in_size: int, in_patch: int, out_patch: int) -> Matrix:
@@ -153,6 +223,33 @@ def project_axis(source: Matrix, in_size: int, in_patch: int, out_patch: int) ->
     pixel, tap = np.nonzero(source >= 0)
     np.add.at(matrix, (tap, pixel // out_patch, source[pixel, tap] // in_patch), weight[pixel])
     return matrix
+
+
+def project_matrix(matrix: Matrix, in_patch: int, out_patch: int) -> Matrix:
+    """Project a linear map of pixels [out_size, in_size] onto patch-constant maps, along one axis.
+
+    Returns:
+        M [out cells, in cells] with M[I, J] = (1/|I|) Σ_{i in I} Σ_{j in J} P[i, j].
+    """
+    out_size, in_size = matrix.shape
+    sums = np.add.reduceat(matrix, np.arange(0, out_size, out_patch), axis=0)
+    sums = np.add.reduceat(sums, np.arange(0, in_size, in_patch), axis=1)
+    return sums / axis_areas(out_size, out_patch)[:, None]
+
+
+@lru_cache(maxsize=4096)
+def shuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> Matrix:
+    """Return the coarse matrices [factor, out cells, in cells] of a pixel shuffle: slot f fills the pixels factor·i + f."""
+    pixel = np.arange(size * factor)[:, None]
+    source = np.where(pixel % factor == np.arange(factor), pixel // factor, -1)
+    return project_axis(source, size, in_patch, out_patch)
+
+
+@lru_cache(maxsize=4096)
+def unshuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> Matrix:
+    """Return the coarse matrices [factor, out cells, in cells] of a pixel unshuffle: slot f reads the pixels factor·i + f."""
+    source = factor * np.arange(size // factor)[:, None] + np.arange(factor)
+    return project_axis(source, size, in_patch, out_patch)
 
 
 @lru_cache(maxsize=4096)
@@ -179,7 +276,12 @@ def pad_axis(size: int, before: int, after: int, mode: str, in_patch: int, out_p
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a convolution between two tiled maps."""
+    """One axis of a convolution between two tiled maps.
+
+    Attributes:
+        before: Zeros before the first pixel; of a transposed convolution, the pixels cropped there.
+        transposed: Whether the stride spreads the input instead of the output.
+    """
 
     kernel: int
     stride: int
@@ -189,6 +291,7 @@ class Axis:
     out_size: int
     in_patch: int
     out_patch: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +300,7 @@ class Lift:
 
     Attributes:
         matrix: A [coarse taps, taps]; the coarse kernel of one axis is A times the kernel.
-        stride: Coarse stride s·ro/ri.
+        stride: Coarse stride s·ro/ri; of a transposed convolution ro/(s·ri).
         before: Coarse zero padding before the first cell.
         after: Coarse padding after the last cell; negative where the last cells are not read.
     """
@@ -218,17 +321,30 @@ class Lift:
         return self.before >= 0 and 0 <= self.before - self.after < self.stride
 
 
+def tap_position(axis: Axis, count: int) -> tuple[Matrix, Matrix]:
+    """Return where each tap of the first `count` output pixels reads, padding included, and whether it reads at all.
+
+    Tap u of pixel i reads s·i + d·u − p; transposed, it reads (i + p − d·u)/s where that is whole. Both [count, kernel].
+    """
+    pixel, offset = np.arange(count)[:, None], axis.dilation * np.arange(axis.kernel) - axis.before
+    if not axis.transposed:
+        position = axis.stride * pixel + offset
+        return position, np.ones_like(position, dtype=bool)
+    spread = pixel - offset
+    return spread // axis.stride, spread % axis.stride == 0
+
+
 def tap_source(axis: Axis) -> Matrix:
-    """Return which input pixel each tap reads for each output pixel [out_size, kernel], -1 in the padding."""
-    position = axis.stride * np.arange(axis.out_size)[:, None] + axis.dilation * np.arange(axis.kernel) - axis.before
-    return np.where((position >= 0) & (position < axis.in_size), position, -1)
+    """Return which input pixel each tap reads for each output pixel [out_size, kernel], -1 where it reads none."""
+    position, reads = tap_position(axis, axis.out_size)
+    return np.where(reads & (position >= 0) & (position < axis.in_size), position, -1)
 
 
 @lru_cache(maxsize=4096)
 def tap_matrices(axis: Axis) -> Matrix:
     """Return T [taps, out cells, in cells], the Galerkin projection of each tap onto patch-constant maps.
 
-    T_u[I, J] = (1/|I|) · #{ i in I : s·i + d·u − p in J, a real pixel }.
+    T_u[I, J] = (1/|I|) · #{ i in I : s·i + d·u − p in J, a real pixel }; transposed, (i + p − d·u)/s.
     """
     return project_axis(tap_source(axis), axis.in_size, axis.in_patch, axis.out_patch)
 
@@ -254,15 +370,16 @@ def lift_axis(axis: Axis) -> Lift | None:
 
     A[δ, u] = (1/ro) · #{ i in [0, ro) : ⌊(s·i + d·u − p)/ri⌋ = δ }, and T_u[I, J] = A[J − I·s·ro/ri, u] in every row.
     """
-    span = axis.stride * axis.out_patch
-    if span % axis.in_patch:
+    over, under = (1, axis.stride) if axis.transposed else (axis.stride, 1)
+    stride, rest = divmod(over * axis.out_patch, under * axis.in_patch)
+    if rest:
         return None
-    stride = span // axis.in_patch
-    position = axis.stride * np.arange(axis.out_patch)[:, None] + axis.dilation * np.arange(axis.kernel) - axis.before
-    delta = position // axis.in_patch
+    position, reads = tap_position(axis, axis.out_patch)
+    pixel, tap = np.nonzero(reads)
+    delta = position[pixel, tap] // axis.in_patch
     first, last = int(delta.min()), int(delta.max())
     matrix = np.zeros((last - first + 1, axis.kernel))
-    np.add.at(matrix, (delta - first, np.broadcast_to(np.arange(axis.kernel), delta.shape)), 1.0 / axis.out_patch)
+    np.add.at(matrix, (delta - first, tap), 1.0 / axis.out_patch)
 
     taps = tap_matrices(axis)
     out_cells, in_cells = taps.shape[1:]

@@ -26,13 +26,15 @@ from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError, ExitWarning, InputError, RuleError
-from gradfilter.patches import Matrix, Pair, Tiling, count_cells, make_areas, map_size, pool_sum
+from gradfilter.patches import MAP, Layout, Matrix, Pair, Tiling, count_cells, make_areas, pool_sum
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which a PatchTensor is an ordinary tensor: rules run inside it."""
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {}
+ANY_LAYOUT: set[Callable[..., Any]] = set()
+"""Functions whose rules take a PatchTensor in any layout, not only maps [N, C, H, W]."""
 
 
 @dataclass
@@ -74,11 +76,16 @@ class Choices:
     log: Log = field(default_factory=Log, compare=False, repr=False)
 
 
-def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+def rule(*functions: Callable[..., Any], any_layout: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule: what the carrier does for these torch functions.
 
     A rule is called as `rule(func, args, kwargs)` where at least one argument is a PatchTensor, with PatchTensors acting
-    as plain tensors. It returns the result, or `NotImplemented` for a case it does not cover, which then is an exit.
+    as plain tensors. It returns the result, or `NotImplemented` for a case it does not cover, which then is an exit, or
+    `REGION_ENDS` for a case in which a region is meant to end.
+
+    Args:
+        functions: The torch functions.
+        any_layout: Whether the rule takes PatchTensors in any layout. Without it, it is asked about maps [N, C, H, W] only.
     """
 
     def register(new: Rule) -> Rule:
@@ -89,6 +96,8 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
                     "extend that one, or remove it from gradfilter.tensor.RULES first."
                 )
             RULES[func] = new
+            if any_layout:
+                ANY_LAYOUT.add(func)
         return new
 
     return register
@@ -96,32 +105,38 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 EXPECTED_EXITS: set[Callable[..., Any]] = set()
 """Functions at which a region is meant to end: no warning there."""
+REGION_ENDS = object()
+"""What a rule returns where a region is meant to end: an exit, and no warning."""
 
 
 class PatchTensor(Tensor):
-    """A full-resolution value [N, C, H, W] with a coarse carrier [N, C, H', W'] in autograd.
+    """A full-resolution value with a coarse carrier in autograd: [N, C, H, W] and [N, C, H', W'], or in another layout.
 
     Attributes:
         carrier: NaN everywhere and without storage: only its place in the graph matters.
         value: The value alone: a plain tensor without gradient, on the same storage and version counter.
         patch: Side of the patch `(h, w)` in pixels of this map.
+        spatial: Which axes are rows and columns; the carrier has the same axes.
         choices: What the latest planned layer decided.
         origin: How this tensor was made, where the next rule can make use of it (a conv before its batch norm).
         borrowed: Whether the value belongs to a tensor that somebody else still holds.
         consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
         ended: Whether the region ends at this very tensor.
         means: Patch means by patch, shared by all handles on the value.
+        node: The place in the graph that belongs to the value, where a view shares its storage with another PatchTensor.
     """
 
     carrier: Tensor
     value: Tensor
     patch: Pair
+    spatial: Layout
     choices: Choices
     origin: Any
     borrowed: bool = False
     consumed: bool = False
     ended: bool = False
     means: dict[Pair, Tensor]
+    node: Any = None
     seen_version: int = -1  # that of no tensor: one that was not made by `wrap` is not live
 
     @classmethod
@@ -139,17 +154,19 @@ class PatchTensor(Tensor):
         with plain_torch():
             if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
                 return func(*args, **kwargs)
-            check_not_borrowed((args, tuple(kwargs.values())))
-            found = None
+            values = (args, tuple(kwargs.values()))
+            check_not_borrowed(values)
+            found = result = None
+            live = find_live(values)
             if torch.is_grad_enabled():
                 found = RULES.get(func)
-                if found is not None:
+                if found is not None and (func in ANY_LAYOUT or all(x.spatial == MAP for x in live)):
                     result = found(func, args, kwargs)
-                    if result is not NotImplemented:
-                        for x in find_live((args, tuple(kwargs.values()))):
+                    if result is not NotImplemented and result is not REGION_ENDS:
+                        for x in live:
                             x.consumed |= x is not result
                         return result
-            live = find_live((args, tuple(kwargs.values())))
+            expected = result is REGION_ENDS or func in EXPECTED_EXITS
             if live and is_traced():
                 args = tree_map_only(PatchTensor, leave, args)
                 kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
@@ -157,7 +174,7 @@ class PatchTensor(Tensor):
             check_not_borrowed((args, tuple(kwargs.values())))
             if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
-                live[0].choices.log.note(live[0].choices.layer, func, reason, func in EXPECTED_EXITS)
+                live[0].choices.log.note(live[0].choices.layer, func, reason, expected)
             return result
 
 
@@ -173,12 +190,24 @@ def is_live(x: Any) -> TypeGuard[PatchTensor]:
 
 
 def check_not_borrowed(values: Any, written: bool = False) -> None:
-    """Refuse an in-place change of a layer's own input: the tensor outside the layer would keep the old gradient."""
+    """Refuse in-place changes that would leave an old gradient with another handle on the same storage.
+
+    That is a change of a layer's own input, which the tensor outside the layer does not notice, and the use of a tensor
+    after a change through a view of it, or of a view after a change of what it views.
+    """
     if isinstance(values, (tuple, list)):
         for value in values:
             check_not_borrowed(value, written)
-    elif type(values) is PatchTensor and values.borrowed and (written or values._version != values.seen_version):
-        x = values
+        return
+    if type(values) is not PatchTensor:
+        return
+    x = values
+    if x.node is not None and x._version != x.seen_version and x.grad_fn is x.node:
+        raise InputError(
+            f"an activation behind layer '{x.choices.layer}' is used after another view of it was changed in place. Its "
+            "gradient would be that of the old value. Use the out-of-place function there (inplace=False), or clone() first."
+        )
+    if x.borrowed and (written or x._version != x.seen_version):
         raise InputError(
             f"layer '{x.choices.layer}' changes its input in place inside its own forward. The tensor it was given is shared "
             "with the code outside, whose gradient would be wrong. Use the out-of-place function there (inplace=False)."
@@ -235,23 +264,23 @@ class Exit(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair) -> Tensor:
-        ctx.patch = patch
+    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair, layout: Layout) -> Tensor:
+        ctx.patch, ctx.layout = patch, layout
         # Made here, from a tensor that autograd does not know as an input, the result is no view: in-place functions work.
         return Tensor._make_subclass(PatchTensor, value[0])
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        return pool_sum(gy, ctx.patch), None, None
+        return pool_sum(gy, ctx.patch, ctx.layout), None, None, None
 
 
 class Leave(Exit):
     """`Exit` as a plain tensor."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: Tensor, patch: Pair) -> Tensor:  # type: ignore[override]
-        ctx.patch = patch
+    def forward(ctx: Any, carrier: Tensor, value: Tensor, patch: Pair, layout: Layout) -> Tensor:  # type: ignore[override]
+        ctx.patch, ctx.layout = patch, layout
         return value.clone()
 
 
@@ -260,14 +289,14 @@ class Rebind(Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, x: Tensor) -> Tensor:
-        ctx.patch = x.patch  # type: ignore[attr-defined]
+        ctx.patch, ctx.layout = x.patch, x.spatial  # type: ignore[attr-defined]
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        return pool_sum(gy, ctx.patch), None
+        return pool_sum(gy, ctx.patch, ctx.layout), None
 
 
 class Enter(Function):
@@ -279,18 +308,19 @@ class Enter(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, patch: Pair) -> Tensor:
-        ctx.size, ctx.patch = map_size(x), patch
-        return make_carrier((*x.shape[:2], *count_cells(ctx.size, patch)), x)
+    def forward(ctx: Any, x: Tensor, patch: Pair, layout: Layout) -> Tensor:
+        ctx.size, ctx.patch, ctx.layout = layout.size(x.shape), patch, layout
+        return make_carrier(layout.resize(x.shape, count_cells(ctx.size, patch)), x)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        return patches.unpool(g / make_areas(ctx.size, ctx.patch, g), ctx.patch, ctx.size), None
+        mean = g / make_areas(ctx.size, ctx.patch, g, ctx.layout)
+        return patches.unpool(mean, ctx.patch, ctx.size, ctx.layout), None, None
 
 
 class AxisMap(Function):
-    """Apply a linear map that acts on rows and columns alone: regrid, pad.
+    """Apply a linear map that acts on rows and columns alone: regrid, pad, crop, average pooling, interpolation.
 
     Equation: ȳ = M_h x̄ M_wᵀ, so Gx = M_hᵀ G M_w, with M the projection of the pixel map onto patch-constant maps.
     Cost: two small matrix products per image backward; saves nothing.
@@ -298,20 +328,24 @@ class AxisMap(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
-        ctx.rows, ctx.columns = rows, columns
-        return make_carrier((*carrier.shape[:2], len(rows), len(columns)), carrier)
+    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix, layout: Layout = MAP) -> Tensor:
+        cells = len(rows), len(columns)
+        ctx.rows, ctx.columns, ctx.layout = rows, columns, layout.with_size(cells)
+        return make_carrier(layout.resize(carrier.shape, cells), carrier)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        return patches.apply_axes(g, ctx.rows.T, ctx.columns.T), None, None
+        gx = patches.over_map(g, ctx.layout, lambda m: patches.apply_axes(m, ctx.rows.T, ctx.columns.T))
+        return gx, None, None, None
 
 
-def wrap(value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None) -> PatchTensor:
+def wrap(
+    value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None, layout: Layout = MAP
+) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
-    x: PatchTensor = Exit.apply(carrier, (value,), patch)  # type: ignore[assignment]
-    x.carrier, x.value, x.patch, x.choices, x.origin = carrier, value, patch, choices, origin
+    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout)  # type: ignore[assignment]
+    x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
     x.means, x.seen_version = {}, value._version
     return x
 
@@ -323,6 +357,7 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
         x.detach_()
         Rebind.apply(carrier, x)
     x.carrier, x.origin, x.means, x.consumed, x.seen_version = carrier, None, {}, False, x._version
+    x.node = x.node and x.grad_fn
     return x
 
 
@@ -333,7 +368,25 @@ def finish(x: PatchTensor, value: Tensor, carrier: Tensor, *, inplace: bool = Fa
         return rebind(x, carrier)
     if not carrier.requires_grad:
         return value
-    return wrap(value, carrier, patch or x.patch, x.choices)
+    return wrap(value, carrier, patch or x.patch, x.choices, layout=x.spatial)
+
+
+def share(x: PatchTensor, value: Tensor, carrier: Tensor, layout: Layout) -> PatchTensor:
+    """Return a view of x as a PatchTensor: value and carrier are views of those of x."""
+    view = wrap(value, carrier, x.patch, x.choices, layout=layout)
+    view.borrowed = x.borrowed
+    x.node, view.node = x.grad_fn, view.grad_fn
+    return view
+
+
+def spatial_size(x: PatchTensor) -> Pair:
+    """Return the size `(h, w)` of the map that x is, in any layout."""
+    return x.spatial.size(x.shape)
+
+
+def carrier_layout(x: PatchTensor) -> Layout:
+    """Return the layout of the carrier of x: the same axes, cells in place of pixels."""
+    return x.spatial.with_size(count_cells(spatial_size(x), x.patch))
 
 
 def pixels(x: Tensor) -> Tensor:
@@ -343,7 +396,7 @@ def pixels(x: Tensor) -> Tensor:
 
 def leave(x: PatchTensor) -> Tensor:
     """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
-    return Leave.apply(x.carrier, x.value, x.patch)  # type: ignore[return-value]
+    return Leave.apply(x.carrier, x.value, x.patch, x.spatial)  # type: ignore[return-value]
 
 
 def is_traced() -> bool:
@@ -352,24 +405,24 @@ def is_traced() -> bool:
 
 
 def mean(x: PatchTensor) -> Tensor:
-    """Return the patch means of x [N, C, H', W'], computed once for all consumers."""
+    """Return the patch means of x, in its layout, computed once for all consumers."""
     if x.patch not in x.means:
         with torch.no_grad():
-            x.means[x.patch] = patches.pool_mean(pixels(x), x.patch)
+            x.means[x.patch] = patches.pool_mean(pixels(x), x.patch, x.spatial)
     return x.means[x.patch]
 
 
-def enter(x: Tensor, choices: Choices) -> PatchTensor:
-    """Start a region at x [N, C, H, W]."""
-    patch = choices.tiling.patch_for(map_size(x))
-    return borrow(wrap(x.detach(), enter_carrier(x, patch), patch, choices))
+def enter(x: Tensor, choices: Choices, layout: Layout = MAP) -> PatchTensor:
+    """Start a region at x."""
+    patch = choices.tiling.patch_for(layout.size(x.shape))
+    return borrow(wrap(x.detach(), enter_carrier(x, patch, layout), patch, choices, layout=layout))
 
 
-def enter_carrier(x: Tensor, patch: Pair) -> Tensor:
-    """Return a carrier for a plain tensor x [N, C, H, W]."""
+def enter_carrier(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return a carrier for a plain tensor x."""
     if x.requires_grad:
-        return Enter.apply(x, patch)  # type: ignore[return-value]
-    return make_carrier((*x.shape[:2], *count_cells(map_size(x), patch)), x)
+        return Enter.apply(x, patch, layout)  # type: ignore[return-value]
+    return make_carrier(layout.resize(x.shape, count_cells(layout.size(x.shape), patch)), x)
 
 
 def borrow(x: PatchTensor) -> PatchTensor:
@@ -382,8 +435,8 @@ def regrid_carrier(x: PatchTensor, patch: Pair) -> Tensor:
     """Return the carrier of x at another patch size."""
     if patch == x.patch:
         return x.carrier
-    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(map_size(x), x.patch, patch, strict=True))
-    return AxisMap.apply(x.carrier, rows, columns)  # type: ignore[return-value]
+    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(spatial_size(x), x.patch, patch, strict=True))
+    return AxisMap.apply(x.carrier, rows, columns, carrier_layout(x))  # type: ignore[return-value]
 
 
 def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
@@ -391,6 +444,6 @@ def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
     if patch == x.patch and choices == x.choices:
         return x
     origin = x.origin if patch == x.patch else None
-    again = borrow(wrap(pixels(x), regrid_carrier(x, patch), patch, choices, origin))
+    again = borrow(wrap(pixels(x), regrid_carrier(x, patch), patch, choices, origin, x.spatial))
     again.means, x.consumed = x.means, True
     return again
