@@ -171,7 +171,7 @@ class Run(nn.Module):
 
 def leave(x: Tensor) -> Tensor:
     """End the region explicitly: a function without a rule, which changes nothing."""
-    return x.view(x.shape)
+    return x.as_strided(x.shape, x.stride())
 
 
 def leave_behind(_m: nn.Module, _args: Any, y: Any) -> Tensor:

@@ -123,7 +123,6 @@ class PatchTensor(Tensor):
         consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
         ended: Whether the region ends at this very tensor.
         means: Patch means by patch, shared by all handles on the value.
-        node: The place in the graph that belongs to the value, where a view shares its storage with another PatchTensor.
     """
 
     carrier: Tensor
@@ -136,7 +135,6 @@ class PatchTensor(Tensor):
     consumed: bool = False
     ended: bool = False
     means: dict[Pair, Tensor]
-    node: Any = None
     seen_version: int = -1  # that of no tensor: one that was not made by `wrap` is not live
 
     @classmethod
@@ -190,24 +188,12 @@ def is_live(x: Any) -> TypeGuard[PatchTensor]:
 
 
 def check_not_borrowed(values: Any, written: bool = False) -> None:
-    """Refuse in-place changes that would leave an old gradient with another handle on the same storage.
-
-    That is a change of a layer's own input, which the tensor outside the layer does not notice, and the use of a tensor
-    after a change through a view of it, or of a view after a change of what it views.
-    """
+    """Refuse an in-place change of a layer's own input: the tensor outside the layer would keep the old gradient."""
     if isinstance(values, (tuple, list)):
         for value in values:
             check_not_borrowed(value, written)
-        return
-    if type(values) is not PatchTensor:
-        return
-    x = values
-    if x.node is not None and x._version != x.seen_version and x.grad_fn is x.node:
-        raise InputError(
-            f"an activation behind layer '{x.choices.layer}' is used after another view of it was changed in place. Its "
-            "gradient would be that of the old value. Use the out-of-place function there (inplace=False), or clone() first."
-        )
-    if x.borrowed and (written or x._version != x.seen_version):
+    elif type(values) is PatchTensor and values.borrowed and (written or values._version != values.seen_version):
+        x = values
         raise InputError(
             f"layer '{x.choices.layer}' changes its input in place inside its own forward. The tensor it was given is shared "
             "with the code outside, whose gradient would be wrong. Use the out-of-place function there (inplace=False)."
@@ -285,10 +271,13 @@ class Leave(Exit):
 
 
 class Rebind(Function):
-    """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`."""
+    """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`.
+
+    The value comes first: that is where torch, for a view, looks for the gradient of what was there before (there is none).
+    """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, carrier: Tensor) -> Tensor:
         ctx.patch, ctx.layout = x.patch, x.spatial  # type: ignore[attr-defined]
         ctx.mark_dirty(x)
         return x
@@ -296,7 +285,8 @@ class Rebind(Function):
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        return pool_sum(gy, ctx.patch, ctx.layout), None
+        zero = gy.new_zeros(()).expand_as(gy) if ctx.needs_input_grad[0] else None  # torch takes None for the whole base
+        return zero, pool_sum(gy, ctx.patch, ctx.layout)
 
 
 class Enter(Function):
@@ -354,10 +344,10 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     """Give x, whose value a rule has just changed in place, its new carrier."""
     check_not_borrowed(x, written=True)
     if not is_traced():
-        x.detach_()
-        Rebind.apply(carrier, x)
+        if not x._is_view():
+            x.detach_()
+        Rebind.apply(x, carrier)
     x.carrier, x.origin, x.means, x.consumed, x.seen_version = carrier, None, {}, False, x._version
-    x.node = x.node and x.grad_fn
     return x
 
 
@@ -371,12 +361,24 @@ def finish(x: PatchTensor, value: Tensor, carrier: Tensor, *, inplace: bool = Fa
     return wrap(value, carrier, patch or x.patch, x.choices, layout=x.spatial)
 
 
-def share(x: PatchTensor, value: Tensor, carrier: Tensor, layout: Layout) -> PatchTensor:
-    """Return a view of x as a PatchTensor: value and carrier are views of those of x."""
-    view = wrap(value, carrier, x.patch, x.choices, layout=layout)
-    view.borrowed = x.borrowed
-    x.node, view.node = x.grad_fn, view.grad_fn
-    return view
+def share(
+    x: PatchTensor, view: Tensor, value: Tensor, carrier: Tensor, layout: Layout, patch: Pair | None = None
+) -> PatchTensor:
+    """Return a view of x as a PatchTensor.
+
+    Args:
+        x: The tensor viewed.
+        view: The view as torch makes it, with torch's own graph: autograd then knows that the two share a storage, and
+            in-place functions on either are right for both.
+        value: The same view of the value.
+        carrier: The carrier of the view.
+        layout: The layout of the view.
+        patch: The patch, where it is not that of x.
+    """
+    y = view.as_subclass(PatchTensor)
+    y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
+    y.means, y.seen_version, y.borrowed = {}, value._version, x.borrowed
+    return y
 
 
 def spatial_size(x: PatchTensor) -> Pair:

@@ -1,4 +1,4 @@
-"""Sums and products at patch resolution: residuals, offsets, factors."""
+"""Sums and products at patch resolution: residuals, offsets, factors, gates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter.patches import map_size, pool_mean
-from gradfilter.rules.elementwise import Derivative, find_functions, is_inplace
-from gradfilter.rules.shape import finest
+from gradfilter.patches import Layout, Pair, count_cells, pool_mean
+from gradfilter.rules.elementwise import Derivative, elementwise
+from gradfilter.rules.functions import find_functions, is_inplace
+from gradfilter.rules.meet import meet
 from gradfilter.tensor import (
     PatchTensor,
     coarse,
-    enter_carrier,
     find_live,
     finish,
     is_live,
@@ -23,8 +23,8 @@ from gradfilter.tensor import (
     make_carrier,
     mean,
     pixels,
-    regrid_carrier,
     rule,
+    spatial_size,
 )
 
 
@@ -94,119 +94,183 @@ class Scale(Function):
         return g * s if s is not None else None, gs, None, None
 
 
-def fits_inside(other: Tensor, x: Tensor) -> bool:
-    """Tell whether `other` broadcasts to the shape of x without enlarging it."""
-    return other.dim() <= x.dim() and all(o in (1, n) for o, n in zip(other.shape[::-1], x.shape[::-1], strict=False))
+class Product(Function):
+    """Carry a gradient back through x·y between PatchTensors: gates.
+
+    Equation: Gx = G·ȳ, Gy = G·x̄, since G is constant in each patch.
+    Cost: two products; saves x̄ and ȳ.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, x_bar: Tensor, y_bar: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(x_bar if ctx.needs_input_grad[1] else None, y_bar if ctx.needs_input_grad[0] else None)
+        return make_carrier(x.shape, value)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x_bar, y_bar = ctx.saved_tensors
+        return None if y_bar is None else g * y_bar, None if x_bar is None else g * x_bar, None, None, None
 
 
-def is_spatially_constant(other: Tensor) -> bool:
-    """Tell whether `other` has one value per channel or fewer when it meets a map."""
-    return all(n == 1 for n in other.shape[-2:])
+def is_spatially_constant(other: Tensor, x: PatchTensor) -> bool:
+    """Tell whether `other`, broadcast against x, has one value over all of the map, as a number per channel has."""
+    new = x.dim() - other.dim()
+    return new >= 0 and all(axis < new or other.shape[axis - new] == 1 for axis in x.spatial.axes)
 
 
-def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, b: float, first: Any, second: Any) -> Any:
+def is_map(other: Any, x: PatchTensor) -> bool:
+    """Tell whether `other` has a gradient of its own at every place of the map."""
+    return isinstance(other, Tensor) and other.requires_grad and not is_spatially_constant(other, x)
+
+
+def expand_carrier(x: PatchTensor, y: Tensor) -> Tensor | None:
+    """Return the carrier of x broadcast to the shape of a result y, or `None` where that has other axes or another map."""
+    if y.shape == x.shape:
+        return x.carrier
+    size = spatial_size(x)
+    if y.dim() != x.dim() or x.spatial.resize(y.shape, size) != list(y.shape):
+        return None
+    return x.carrier.expand(x.spatial.resize(y.shape, count_cells(size, x.patch)))
+
+
+def order(first: Any, second: Any, inplace: bool) -> tuple[PatchTensor, Any] | None:
+    """Return the PatchTensor that decides and the other argument; a map of one pixel (a gate) is a plain tensor."""
+    pair = [first, second]
+    live = [v for v in pair if is_live(v)]
+    if not live or (inplace and not is_live(first)):
+        return None
+    if len(live) == 2 and (1, 1) in (sizes := [spatial_size(v) for v in pair]) and sizes[0] != sizes[1]:
+        small = sizes.index((1, 1))
+        if inplace and small == 0:
+            return None
+        pair[small] = leave(pair[small])
+    return (pair[0], pair[1]) if is_live(pair[0]) else (pair[1], pair[0])
+
+
+def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, b: float) -> Any:
     """Return a·first + b·second, computed by `func` itself, where at least one of the two is a live PatchTensor."""
     inplace = is_inplace(func, kwargs)
-    if not is_live(first):
-        if inplace or not is_live(second):
-            return NotImplemented
-        first, second, a, b = second, first, b, a
-    x: PatchTensor = first
-    other: Any = None
-    entering = False
-    if is_live(second):
-        if second.shape != x.shape:
-            return NotImplemented
-        other = second
-    elif isinstance(second, Tensor) and second.requires_grad and not is_spatially_constant(second):
-        if second.shape != x.shape or second.dtype != x.dtype:
-            return NotImplemented
-        other, entering = second, True  # a plain residual enters the region where it meets it
-    elif isinstance(second, Tensor) and not fits_inside(second, x):
+    ordered = order(*args, inplace)
+    if ordered is None:
         return NotImplemented
+    x, other = ordered
+    if x is not args[0]:
+        a, b = b, a
+    met = None
+    if is_map(other, x):  # a plain residual enters the region where it meets it
+        met = meet([x, other], torch.broadcast_shapes(x.shape, other.shape))
+        if met is None:
+            return NotImplemented
     with torch.no_grad():
-        y = func(*(pixels(v) if type(v) is PatchTensor else v for v in args), **kwargs)
-    if other is not None:
-        patch = x.patch if entering else finest([x, other])
-        carrier = enter_carrier(other, patch) if entering else regrid_carrier(other, patch)
-        return finish(x, y, Add.apply(regrid_carrier(x, patch), carrier, a, b, y), inplace=inplace, patch=patch)
-    trained = isinstance(second, Tensor) and second.requires_grad
-    if not trained and a == 1 and y.dtype == x.dtype:
-        return finish(x, y, x.carrier, inplace=inplace)
-    return finish(x, y, Offset.apply(x.carrier, second if trained else None, a, b, y), inplace=inplace)
+        y = func(*map(value_of, args), **kwargs)
+    if met is not None:
+        return met.finish(y, Add.apply(*met.carriers, a, b, y), x if inplace else None)  # type: ignore[arg-type]
+    carrier = expand_carrier(x, y)
+    if carrier is None:
+        return NotImplemented
+    trained = isinstance(other, Tensor) and other.requires_grad
+    if trained or a != 1 or y.dtype != x.dtype:
+        carrier = Offset.apply(carrier, other if trained else None, a, b, y)
+    return finish(x, y, carrier, inplace=inplace)  # type: ignore[arg-type]
 
 
-@rule(*find_functions("add", "__add__", "__radd__", "__iadd__"))
+def value_of(argument: Any) -> Any:
+    """Return an argument of a function as its values alone take it."""
+    return pixels(argument) if type(argument) is PatchTensor else argument
+
+
+@rule(*find_functions("add", "__add__", "__radd__", "__iadd__"), any_layout=True)
 def add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add PatchTensors (residuals), numbers, and plain tensors that are frozen or constant over space."""
+    """Add PatchTensors (residuals), numbers, and plain tensors: constant over space, frozen, or entering here."""
     if len(args) != 2 or set(kwargs) - {"alpha"}:
         return NotImplemented
-    return run_sum(func, args, kwargs, 1, kwargs.get("alpha", 1), *args)
+    return run_sum(func, args, kwargs, 1, kwargs.get("alpha", 1))
 
 
-@rule(*find_functions("sub", "subtract", "__sub__", "__isub__"))
+@rule(*find_functions("sub", "subtract", "__sub__", "__isub__"), any_layout=True)
 def sub(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Subtract, as `add`."""
     if len(args) != 2 or set(kwargs) - {"alpha"}:
         return NotImplemented
-    return run_sum(func, args, kwargs, 1, -kwargs.get("alpha", 1), *args)
+    return run_sum(func, args, kwargs, 1, -kwargs.get("alpha", 1))
 
 
-@rule(torch.rsub, Tensor.__rsub__)
+@rule(torch.rsub, Tensor.__rsub__, any_layout=True)
 def rsub(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Subtract from the second argument, as `add`."""
     if len(args) != 2 or kwargs:
         return NotImplemented
-    return run_sum(func, args, kwargs, -1, 1, *args)
+    return run_sum(func, args, kwargs, -1, 1)
+
+
+def mean_at(x: Tensor, patch: Pair, layout: Layout, changing: bool) -> Tensor:
+    """Return the patch means of an argument that is about to change or not: at patch 1 they are the value itself."""
+    shared = is_live(x) and patch == x.patch
+    means = mean(x) if shared else pool_mean(pixels(x), patch, layout)
+    return means.clone() if changing and patch == (1, 1) else means
+
+
+def multiply_maps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: PatchTensor, other: Tensor) -> Any:
+    """Return x · other, both with a gradient at every place of the map."""
+    inplace = is_inplace(func, kwargs)
+    shape = torch.broadcast_shapes(x.shape, other.shape)
+    if not is_live(other):
+        other = other.reshape(*[1] * (len(shape) - other.dim()), *other.shape)
+    met = meet([x, other], shape)
+    if met is None:
+        return NotImplemented
+    with torch.no_grad():
+        means = [mean_at(v, met.patch, v.spatial if is_live(v) else met.layout, inplace) for v in (x, other)]
+        y = func(*map(value_of, args), **kwargs)
+    return met.finish(y, Product.apply(*met.carriers, *means, y), x if inplace else None)  # type: ignore[arg-type]
 
 
 def run_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: PatchTensor, factor: Any) -> Any:
-    """Return x · factor, computed by `func` itself."""
+    """Return x · factor, computed by `func` itself, the factor being a number, constant over space, or frozen."""
     inplace = is_inplace(func, kwargs)
-    if is_live(factor) and map_size(factor) == (1, 1) != map_size(x):
-        factor = leave(factor)
-    if isinstance(factor, Tensor):
-        varies = not is_spatially_constant(factor)
-        if type(factor) is PatchTensor or not fits_inside(factor, x) or (factor.requires_grad and varies):
-            return NotImplemented
-    else:
-        varies = False
-    x_bar = None
-    if isinstance(factor, Tensor) and factor.requires_grad:
-        # At patch 1 the means are the value itself, which is about to change.
-        x_bar = mean(x).clone() if inplace and x.patch == (1, 1) else mean(x)
+    trained = isinstance(factor, Tensor) and factor.requires_grad
+    x_bar = mean_at(x, x.patch, x.spatial, inplace) if trained else None
     with torch.no_grad():
-        y = func(*(pixels(v) if type(v) is PatchTensor else v for v in args), **kwargs)
+        y = func(*map(value_of, args), **kwargs)
+    carrier = expand_carrier(x, y)
+    if carrier is None:
+        return NotImplemented
     if not isinstance(factor, Tensor):
-        carrier = Offset.apply(x.carrier, None, factor, 0, y)
-    elif varies:
-        carrier = Derivative.apply(x.carrier, pool_mean(factor.to(y.dtype).expand(x.shape), x.patch), y)
+        carrier = Offset.apply(carrier, None, factor, 0, y)
+    elif is_spatially_constant(factor, x):
+        carrier = Scale.apply(carrier, factor, x_bar, y)
     else:
-        carrier = Scale.apply(x.carrier, factor, x_bar, y)
+        # Broadcast over the map, but not over the other axes: less to keep.
+        frozen = factor.to(y.dtype).reshape(*[1] * (y.dim() - factor.dim()), *factor.shape)
+        frozen = frozen.expand(x.spatial.resize(frozen.shape, spatial_size(x)))
+        carrier = Derivative.apply(y, (pool_mean(frozen, x.patch, x.spatial),), carrier)
     return finish(x, y, carrier, inplace=inplace)  # type: ignore[arg-type]
 
 
-@rule(*find_functions("mul", "multiply", "__mul__", "__rmul__", "__imul__"))
+@rule(*find_functions("mul", "multiply", "__mul__", "__rmul__", "__imul__"), any_layout=True)
 def mul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Multiply by a number, by a tensor that is constant over space (squeeze-excite, layer scale), or by a frozen map."""
+    """Multiply: PatchTensors (gates), by a number, by a tensor constant over space (squeeze-excite, layer scale)."""
     if len(args) != 2 or kwargs:
         return NotImplemented
-    x, factor = args
-    if not is_live(x):
-        if is_inplace(func, kwargs) or not is_live(factor):
-            return NotImplemented
-        x, factor = factor, x
+    ordered = order(*args, is_inplace(func, kwargs))
+    if ordered is None:
+        return NotImplemented
+    x, factor = ordered
+    if is_map(factor, x):
+        return multiply_maps(func, args, kwargs, x, factor)
     return run_product(func, args, kwargs, x, factor)
 
 
-@rule(*find_functions("div", "divide", "true_divide", "__truediv__", "__itruediv__"))
+@rule(*find_functions("div", "divide", "true_divide", "__truediv__", "__itruediv__"), any_layout=True)
 def div(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Divide by a number or a frozen tensor."""
-    if len(args) != 2 or kwargs or not is_live(args[0]) or find_live(args[1]):
+    """Divide: by a number, by a tensor constant over space, by a frozen map; else as any elementwise function."""
+    if len(args) != 2 or kwargs:
         return NotImplemented
     x, divisor = args
+    if not is_live(x) or find_live([divisor]) or is_map(divisor, x):
+        return elementwise(func, args, kwargs)
     if not isinstance(divisor, Tensor):
         return run_product(func, args, kwargs, x, 1 / divisor if divisor else math.inf)
-    if divisor.requires_grad:
-        return NotImplemented
     return run_product(func, args, kwargs, x, 1 / divisor.to(x.dtype))

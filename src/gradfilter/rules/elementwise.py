@@ -1,4 +1,4 @@
-"""Functions of one map, pixel by pixel, at patch resolution: activations and dropout."""
+"""Functions of one map or several, pixel by pixel, at patch resolution: activations, dropout, maxima, quotients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfilter.patches import Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.patches import MAP, Layout, Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.rules.functions import find_functions, is_inplace
+from gradfilter.rules.meet import meet
 from gradfilter.tensor import (
     coarse,
     finish,
@@ -23,23 +25,23 @@ from gradfilter.tensor import (
 
 
 class Derivative(Function):
-    """Carry a gradient back through an elementwise f.
+    """Carry a gradient back through an elementwise f of one or more maps.
 
-    Equation: Gx = G · D with D the mean over the patch of f′(z).
-    Cost: one product; saves D, one number per cell.
+    Equation: Gx = G · D with D the mean over the patch of ∂f/∂x, for each map x.
+    Cost: one product per map; saves D, one number per cell and map.
     Exact when: always, for the gradient that the tiling can carry.
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, derivative: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(derivative)
-        return make_carrier(carrier.shape, y)
+    def forward(ctx: Any, y: Tensor, derivatives: tuple[Tensor, ...], *carriers: Tensor) -> Tensor:
+        ctx.save_for_backward(*derivatives)
+        return make_carrier(carriers[0].shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        (derivative,) = ctx.saved_tensors
-        return g * derivative, None, None
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(g * d if need else None for d, need in zip(ctx.saved_tensors, needed, strict=True))
 
 
 class StepDerivative(Function):
@@ -51,9 +53,9 @@ class StepDerivative(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, steep: Tensor, slopes: tuple[float, float], patch: Pair) -> Tensor:
-        ctx.size, ctx.patch, ctx.slopes = map_size(steep), patch, slopes
-        ctx.save_for_backward(count_steep(steep, patch))
+    def forward(ctx: Any, carrier: Tensor, steep: Tensor, slopes: tuple[float, float], patch: Pair, layout: Layout) -> Tensor:
+        ctx.size, ctx.patch, ctx.slopes, ctx.layout = layout.size(steep.shape), patch, slopes, layout
+        ctx.save_for_backward(count_steep(steep, patch, layout))
         return make_carrier(carrier.shape, carrier)
 
     @staticmethod
@@ -61,28 +63,29 @@ class StepDerivative(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         (count,) = ctx.saved_tensors
         low, high = ctx.slopes
-        share = steep_share(count, ctx.size, ctx.patch, g)
-        return g * (share if (low, high) == (0, 1) else low + (high - low) * share), None, None, None
+        share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
+        return g * (share if (low, high) == (0, 1) else low + (high - low) * share), None, None, None, None
 
 
-def count_steep(steep: Tensor, patch: Pair) -> Tensor:
+def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
     """Return how many pixels of each patch are set, in the smallest integers that hold a whole patch.
 
     Args:
         steep: 1 or 0 per pixel, floating point.
         patch: The patch.
+        layout: Which axes are rows and columns.
     """
     if patch == (1, 1):
         return pack_bits(steep)
     # Half precision counts to 256 or 2048 only.
-    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch).to(count_dtype(patch))
+    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch, layout).to(count_dtype(patch))
 
 
-def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor) -> Tensor:
+def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
     """Return which share of the pixels of each patch is set, for the counts of `count_steep`."""
     if patch == (1, 1):
         return unpack_bits(count, g.shape).to(g.dtype)
-    return count.to(g.dtype) / make_areas(size, patch, g)
+    return count.to(g.dtype) / make_areas(size, patch, g, layout)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -99,18 +102,6 @@ def bit_weights(device: torch.device) -> Tensor:
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     """Return the boolean mask of `pack_bits`."""
     return (packed[:, None] & bit_weights(packed.device)).ne(0).reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-def is_inplace(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call writes into its first argument."""
-    name = func.__name__
-    return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def find_functions(*names: str) -> set[Any]:
-    """List torch's functions of these names, as functions and as methods, in place or not."""
-    spaces = (F, torch, Tensor)
-    return {getattr(space, n) for name in names for n in (name, f"{name}_") for space in spaces if hasattr(space, n)}
 
 
 def find_steep(y: Tensor, start: float, end: float) -> Tensor:
@@ -130,7 +121,7 @@ STEPS = {
 """Functions with slope 1 strictly between two bounds and a constant slope elsewhere: (from, to, slope outside)."""
 
 
-@rule(*find_functions(*STEPS))
+@rule(*find_functions(*STEPS), any_layout=True)
 def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a piecewise linear activation; which piece a pixel is on shows in the result, so it may be in place."""
     x, inplace = args[0], is_inplace(func, kwargs)
@@ -143,39 +134,53 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
         steep = find_steep(y, start, end)
-    return finish(x, y, StepDerivative.apply(x.carrier, steep, (slope, 1.0), x.patch), inplace=inplace)
+    return finish(x, y, StepDerivative.apply(x.carrier, steep, (slope, 1.0), x.patch, x.spatial), inplace=inplace)
 
 
 SMOOTH = (
     "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish rrelu selu silu softplus softshrink softsign tanh "
     "tanhshrink threshold sigmoid abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
-    "reciprocal rsqrt sin sqrt square __pow__ __neg__ __abs__"
+    "reciprocal rsqrt sin sqrt square __pow__ __rpow__ __neg__ __abs__ maximum minimum where lerp addcmul addcdiv "
+    "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan log_sigmoid erfc sinc xlogy logit"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
 
-@rule(*find_functions(*SMOOTH, *DROPOUTS))
+@rule(*find_functions(*SMOOTH, *DROPOUTS), any_layout=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run any elementwise function; autograd itself gives the derivative, of which the patch means are kept."""
-    x, inplace = args[0], is_inplace(func, kwargs)
-    others = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, Tensor)]
-    if not is_live(x) or any(v.requires_grad for v in others):
+    """Run any elementwise function; autograd itself gives the derivatives, of which the patch means are kept.
+
+    A plain tensor with a gradient among the arguments enters the region here.
+    """
+    if func.__name__ in DROPOUTS and not kwargs.get("training", True) and is_live(args[0]):
+        return args[0]
+    inplace = is_inplace(func, kwargs)
+    places = [i for i, v in enumerate(args) if isinstance(v, Tensor) and v.requires_grad]
+    if any(isinstance(v, Tensor) and v.requires_grad for v in kwargs.values()) or (inplace and not is_live(args[0])):
         return NotImplemented
-    if func.__name__ in DROPOUTS and not kwargs.get("training", True):
-        return x
-    z = pixels(x).detach().requires_grad_()
+    shape = torch.broadcast_shapes(*(v.shape for v in args if isinstance(v, Tensor)))
+    met = meet([args[i] for i in places], shape)
+    if met is None:
+        return NotImplemented
+    values = [pixels(args[i]).expand(shape).detach().requires_grad_() for i in places]
+    replaced = list(args)
+    for i, z in zip(places, values, strict=True):
+        replaced[i] = z.clone() if inplace and i == 0 else z
     # What autograd saves here is gone a line later: checkpoints and offloaders that watch saved tensors need not see it.
     with torch.enable_grad(), saved_tensors_hooks(unchanged, unchanged):
-        y = func(z.clone() if inplace else z, *args[1:], **kwargs)
-        if y is z:
-            return x
-        if y.shape != x.shape or not y.requires_grad:
+        y = func(*replaced, **kwargs)
+        if y is values[0]:
+            return args[0]
+        if not isinstance(y, Tensor) or y.shape != shape or not y.requires_grad:
             return NotImplemented
-        (derivative,) = torch.autograd.grad(y, z, torch.ones_like(y))
+        grads = torch.autograd.grad(y, values, torch.ones_like(y), allow_unused=True)
     y = y.detach()
     if inplace:
-        pixels(x).copy_(y)
-    return finish(x, y, Derivative.apply(x.carrier, pool_mean(derivative, x.patch), y), inplace=inplace)
+        pixels(args[0]).copy_(y)
+    grads = [torch.zeros_like(y) if d is None else d for d in grads]
+    derivatives = tuple(pool_mean(d, met.patch, met.layout) for d in grads)
+    carrier: Tensor = Derivative.apply(y, derivatives, *met.carriers)  # type: ignore[assignment]
+    return met.finish(y, carrier, args[0] if inplace else None)
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Functions that move pixels and channels about: pad, cat, flatten, copies."""
+"""Functions that put maps together or copy them: pad, cat, stack, conversions; and those that watch a gradient."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,24 +11,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.errors import InputError
-from gradfilter.patches import PAD_MODES, map_size, pad_axis
+from gradfilter.patches import MAP, PAD_MODES, pad_axis
+from gradfilter.rules.meet import meet
 from gradfilter.tensor import (
-    EXPECTED_EXITS,
     AxisMap,
     PatchTensor,
     coarse,
-    enter_carrier,
     find_live,
     finish,
     is_live,
     make_carrier,
     pixels,
-    regrid_carrier,
     rule,
+    spatial_size,
     wrap,
 )
-
-EXPECTED_EXITS.update({torch.flatten, Tensor.flatten})
 
 
 class Padded(NamedTuple):
@@ -43,11 +41,12 @@ class Padded(NamedTuple):
         return is_live(self.x) and self.x.seen_version == self.version
 
 
-@rule(F.pad)
+@rule(F.pad, any_layout=True)
 def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pad or crop the spatial axes.
+    """Pad or crop any axes.
 
-    Equation: `AxisMap` with the coarse matrix of the pad; a zero pad folds into the convolution behind it.
+    Equation: `AxisMap` with the coarse matrix of the pad; a zero pad folds into the convolution behind it. The carrier is
+    padded along the other axes as the value is.
     Cost: as `AxisMap`; saves nothing.
     Exact when: always, for the gradient that the two tilings can carry.
     """
@@ -56,26 +55,35 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Apply the rule with torch's argument names."""
-    if not is_live(input) or len(pad) > 4 or len(pad) % 2 or mode not in PAD_MODES:
+    if not is_live(input) or len(pad) % 2 or mode not in PAD_MODES:
         return NotImplemented
-    x = input
-    left, right, top, bottom = (*pad, 0, 0, 0, 0)[:4]
+    x, layout = input, input.spatial
+    amounts = [(0, 0)] * x.dim()
+    for i in range(len(pad) // 2):
+        amounts[-1 - i] = (pad[2 * i], pad[2 * i + 1])
+    others = [(0, 0) if axis in layout.axes else amount for axis, amount in enumerate(amounts)]
     with torch.no_grad():
         y = func(pixels(x), pad, mode, value)
-    if not y.numel():
+    if not y.numel() or (layout.tokens and any(amounts[layout.rows])):
         return NotImplemented
-    h, w = map_size(x)
-    patch = x.choices.tiling.patch_for(map_size(y))
-    rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])
-    columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
-    carrier: Tensor = AxisMap.apply(x.carrier, rows, columns)  # type: ignore[assignment]
+    carrier = x.carrier
+    if any(any(amount) for amount in others):
+        carrier = F.pad(carrier, [n for amount in reversed(others) for n in amount])
+    patch = x.patch
+    (top, bottom), (left, right) = amounts[layout.rows], amounts[layout.columns]
+    if any((left, right, top, bottom)):
+        (h, w), patch = spatial_size(x), x.choices.tiling.patch_for(layout.size(y.shape))
+        rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])
+        columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
+        carrier: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
     pads = (left, right, top, bottom)
     folds = mode == "constant" and not value and min(pads) >= 0  # zeros around what a crop has left are another map
-    return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None)
+    folds = folds and layout == MAP and carrier.shape[:2] == x.carrier.shape[:2]
+    return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None, layout)
 
 
 class Cat(Function):
-    """Carry a gradient back through a concatenation of channels.
+    """Carry a gradient back through a concatenation along another axis than rows and columns.
 
     Equation: each part gets its slice of G.
     Cost: nothing; saves nothing.
@@ -83,18 +91,19 @@ class Cat(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *carriers: Tensor) -> Tensor:
-        ctx.channels = [c.shape[1] for c in carriers]
-        first = carriers[0]
-        return make_carrier((first.shape[0], sum(ctx.channels), *first.shape[2:]), first)
+    def forward(ctx: Any, axis: int, *carriers: Tensor) -> Tensor:
+        ctx.axis, ctx.sizes = axis, [c.shape[axis] for c in carriers]
+        shape = list(carriers[0].shape)
+        shape[axis] = sum(ctx.sizes)
+        return make_carrier(shape, carriers[0])
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        return g.split(ctx.channels, 1)
+        return None, *g.split(ctx.sizes, ctx.axis)
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
+@rule(torch.cat, torch.concat, torch.concatenate, any_layout=True)
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Concatenate channels. The finest patch of the parts holds for all; a plain part enters the region there."""
     return run_cat(func, *args, **kwargs)
@@ -102,22 +111,33 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_cat(func: Any, tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
     """Apply the rule with torch's argument names."""
-    dim = dim if axis is None else axis
-    live = find_live(tensors)
-    if not live or any(t.dim() != 4 for t in tensors) or dim not in (1, -3):
+    met = meet(tensors)
+    axis = dim if axis is None else axis
+    if met is None or axis % tensors[0].dim() in met.layout.axes:
         return NotImplemented
-    if len({t.dtype for t in tensors}) > 1:
+    with torch.no_grad():
+        y = func([pixels(t) for t in tensors], axis)
+    return met.finish(y, Cat.apply(axis, *met.carriers))  # type: ignore[arg-type]
+
+
+@rule(torch.stack, any_layout=True)
+def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stack maps along a new axis, as `cat`."""
+    return run_stack(func, *args, **kwargs)
+
+
+def run_stack(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Apply the rule with torch's argument names."""
+    met = meet(tensors)
+    if met is None:
         return NotImplemented
-    patch = finest(live)
     with torch.no_grad():
         y = func([pixels(t) for t in tensors], dim)
-    carriers = [regrid_carrier(t, patch) if is_live(t) else enter_carrier(t, patch) for t in tensors]
-    return finish(live[0], y, Cat.apply(*carriers), patch=patch)  # type: ignore[arg-type]
-
-
-def finest(tensors: list[PatchTensor]) -> tuple[int, int]:
-    """Return the smallest patch per axis: where patch sizes meet, no gradient is made coarser than it was."""
-    return min(t.patch[0] for t in tensors), min(t.patch[1] for t in tensors)
+    dim %= y.dim()
+    rows, columns = (axis + (dim <= axis) for axis in (met.layout.rows, met.layout.columns))
+    layout = replace(met.layout, rows=rows, columns=columns)
+    carrier: Tensor = Cat.apply(dim, *(c.unsqueeze(dim) for c in met.carriers))  # type: ignore[assignment]
+    return wrap(y, carrier, met.patch, met.choices, layout=layout)
 
 
 class Copy(Function):
@@ -141,7 +161,7 @@ class Copy(Function):
 
 @rule(
     Tensor.to, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
-    Tensor.type_as, Tensor.cpu, Tensor.cuda,
+    Tensor.type_as, Tensor.cpu, Tensor.cuda, any_layout=True,
 )  # fmt: skip
 def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy or convert the value; the carrier follows."""
@@ -158,7 +178,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return finish(x, y, Copy.apply(x.carrier, y))  # type: ignore[arg-type]
 
 
-@rule(torch.autograd.grad)
+@rule(torch.autograd.grad, any_layout=True)
 def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse the gradient of an activation that rules have used: at pixel resolution it does not exist."""
     for x in find_live((args[1:], kwargs.get("inputs"))):
@@ -170,7 +190,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-@rule(Tensor.register_hook, Tensor.retain_grad)
+@rule(Tensor.register_hook, Tensor.retain_grad, any_layout=True)
 def watch_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """End the region at a tensor whose pixel gradient somebody wants to see: only there does it exist."""
     x = args[0]
