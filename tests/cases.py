@@ -101,6 +101,16 @@ def batch_norm(training: bool) -> Callable[..., Tensor]:
     return call
 
 
+def instance_norm(use_input_stats: bool) -> Callable[..., Tensor]:
+    """Return an instance norm with statistics of its own, made anew at every call."""
+
+    def call(x: Tensor, *affine: Tensor) -> Tensor:
+        mu, var = draw(CHANNELS, seed=5), draw(CHANNELS, seed=6).abs() + 0.5
+        return F.instance_norm(x, mu, var, *affine, use_input_stats=use_input_stats)
+
+    return call
+
+
 def seeded_dropout(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a dropout that draws the same mask at every call and leaves the global generator alone."""
 
@@ -173,6 +183,34 @@ FUNCTIONS = [
     Function("max_pool_wide", lambda x: F.max_pool2d(x, 5, 1, 2)),
     Function("clone", lambda x: x.clone()),
     Function("contiguous", lambda x: x.contiguous(memory_format=torch.channels_last)),
+    Function("avg_pool", lambda x: F.avg_pool2d(x, 2)),
+    Function("avg_pool_odd", lambda x: F.avg_pool2d(x, (2, 3), (1, 2), (1, 1), ceil_mode=True)),
+    Function("avg_pool_real_pixels", lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False)),
+    Function("avg_pool_divisor", lambda x: F.avg_pool2d(x, (3, 2), stride=2, padding=(1, 0), divisor_override=5)),
+    Function("adaptive_avg_pool", lambda x: F.adaptive_avg_pool2d(x, (4, 3))),
+    Function("adaptive_avg_pool_rows", lambda x: F.adaptive_avg_pool2d(x, (None, 2))),  # type: ignore[arg-type]
+    Function("adaptive_avg_pool_larger", lambda x: F.adaptive_avg_pool2d(x, 19)),
+    Function("nearest", lambda x: F.interpolate(x, scale_factor=2)),
+    Function("nearest_size", lambda x: F.interpolate(x, size=(5, 23))),
+    Function("nearest_scale", lambda x: F.interpolate(x, scale_factor=(0.6, 2.7))),
+    Function("nearest_exact", lambda x: F.interpolate(x, scale_factor=(1.3, 0.4), mode="nearest-exact")),
+    Function("bilinear", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
+    Function("bilinear_scale", lambda x: F.interpolate(x, None, (1.7, 0.6), "bilinear")),
+    Function("bilinear_recompute", lambda x: F.interpolate(x, None, (1.7, 0.6), "bilinear", recompute_scale_factor=True)),
+    Function("bilinear_corners", lambda x: F.interpolate(x, (9, 20), mode="bilinear", align_corners=True)),
+    Function("bilinear_antialias", lambda x: F.interpolate(x, (3, 7), mode="bilinear", antialias=True)),
+    Function("bicubic", lambda x: F.interpolate(x, scale_factor=(2.5, 1.2), mode="bicubic")),
+    Function("bicubic_corners", lambda x: F.interpolate(x, 11, mode="bicubic", align_corners=True)),
+    Function("bicubic_antialias", lambda x: F.interpolate(x, scale_factor=0.4, mode="bicubic", antialias=True)),
+    Function("area", lambda x: F.interpolate(x, scale_factor=(0.5, 1.5), mode="area")),
+    Function("pixel_shuffle", lambda x: F.pixel_shuffle(torch.cat([x, x * 2, x * 3, -x], 1), 2)),
+    Function("pixel_unshuffle", lambda x: F.pixel_unshuffle(F.interpolate(x, scale_factor=3), 3)),
+    Function("group_norm", lambda x, *affine: F.group_norm(x, 1, *affine), ((CHANNELS,), (CHANNELS,)), statistics=True),
+    Function("group_norm_plain", lambda x: torch.group_norm(x, CHANNELS), statistics=True),
+    Function("group_norm_groups", lambda x: F.group_norm(torch.cat([x, x * 2], 1), 2), statistics=True),
+    Function("instance_norm", instance_norm(True), ((CHANNELS,), (CHANNELS,)), statistics=True),
+    Function("instance_norm_eval", instance_norm(False), ((CHANNELS,), (CHANNELS,))),
+    Function("pixel_shuffle_one", lambda x: F.pixel_shuffle(x, upscale_factor=1)),
 ]
 """Every rule but the convolution's, at least once."""
 

@@ -1,4 +1,4 @@
-"""conv2d at patch resolution, alone and with the batch norm behind it."""
+"""conv2d and conv_transpose2d at patch resolution, alone and with the batch norm behind them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,18 @@ def keep_input(x: PatchTensor, geometry: Geometry) -> Tensor:
     return mean(x)
 
 
+def orient(w: Tensor, geometry: Geometry) -> Tensor:
+    """Turn the weight of a transposed convolution [Ci, Co/groups, kh, kw] into that of a convolution [Co, Ci/groups, kh, kw].
+
+    And back; the weight of a convolution stays as it is.
+    """
+    if not geometry.is_transposed:
+        return w
+    return w.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
 class Conv(Function):
-    """Carry a gradient back through conv2d.
+    """Carry a gradient back through conv2d or conv_transpose2d.
 
     Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
     """
@@ -52,10 +62,10 @@ class Conv(Function):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         kept, w = ctx.saved_tensors
-        w = g.new_empty(()).expand(ctx.w_shape) if w is None else w.to(g.dtype)
+        w = orient(g.new_empty(()).expand(ctx.w_shape) if w is None else w.to(g.dtype), ctx.geometry)
         gx, gw = conv_gradients(g, kept, w, ctx.geometry, need_gx=ctx.needs_input_grad[0])
         gb = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
-        return gx, gw, gb, None, None, None
+        return gx, None if gw is None else orient(gw, ctx.geometry), gb, None, None, None
 
 
 class ConvOrigin(NamedTuple):
@@ -69,7 +79,7 @@ class ConvOrigin(NamedTuple):
 
 
 class ConvNorm(Function):
-    """Carry a gradient back through conv2d and the eval-mode batch norm behind it, as one function.
+    """Carry a gradient back through a convolution and the eval-mode batch norm behind it, as one function.
 
     Equation: with v = w·γ/σ the folded kernel and gV the gradient of the coarse twin at v,
         gw = gV·γ/σ,   gb = gβ·γ/σ,   gβ = Σ G,   gγ = (⟨gV, w⟩ + (b − μ)·gβ)/σ   per output channel.
@@ -101,6 +111,7 @@ class ConvNorm(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         kept, w, b, gamma, mu, var = ctx.saved_tensors
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
+        w = orient(w, ctx.geometry)
         sigma = (var + ctx.eps).sqrt()
         scale = 1 / sigma if gamma is None else gamma / sigma
         # The folded kernel takes the scale, so that neither G nor gx is touched once more.
@@ -110,7 +121,7 @@ class ConvNorm(Function):
         gw = gb = g_gamma = None
         if need_gw:
             assert gv is not None
-            gw = gv.to(w.dtype) * scale.to(w.dtype)[:, None, None, None]
+            gw = orient(gv.to(w.dtype) * scale.to(w.dtype)[:, None, None, None], ctx.geometry)
         if need_gb and b is not None:
             gb = total * scale
         if need_gamma:
@@ -183,11 +194,64 @@ def run_conv2d(
     ]
     lumped = x.choices.kernel == "lumped" and np.prod(kernel) > 1
     geometry = make_geometry(axes[0], axes[1], groups, lumped)
+    return finish_conv(x, unpadded, weight, bias, geometry, y)
+
+
+def finish_conv(
+    x: PatchTensor, read: PatchTensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, y: Tensor
+) -> Tensor:
+    """Return the result of a convolution of x, which reads `read`: x itself, or what x is the padded map of."""
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
-            kept = keep_input(unpadded, geometry).to(y.dtype)
-    carrier: Tensor = Conv.apply(unpadded.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
+            kept = keep_input(read, geometry).to(y.dtype)
+    carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     if not carrier.requires_grad:
         return y
-    return wrap(y, carrier, out_patch, x.choices, ConvOrigin(unpadded.carrier, weight, bias, kept, geometry))
+    return wrap(y, carrier, geometry.out_patch, x.choices, ConvOrigin(read.carrier, weight, bias, kept, geometry))
+
+
+@rule(torch.conv_transpose2d)
+def conv_transpose2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run conv_transpose2d on the values and hand its carrier on.
+
+    A transposed convolution is a convolution whose taps read (i + p − d·u)/s, where that is whole. kernel="lumped" means the
+    lift here: most taps of an output pixel read nothing, so a kernel replaced by its sum has no scale of its own.
+    """
+    return run_conv_transpose2d(func, *args, **kwargs)
+
+
+def run_conv_transpose2d(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """Apply the rule with torch's argument names."""
+    if not is_live(input) or type(weight) is PatchTensor:
+        return NotImplemented
+    x = input
+    with torch.no_grad():
+        y = func(pixels(x), weight, bias, stride, padding, output_padding, groups, dilation)
+    stride, padding, dilation = as_pair(stride), as_pair(padding), as_pair(dilation)
+    out_patch = x.choices.tiling.patch_for(map_size(y))
+    axes = [
+        Axis(
+            weight.shape[2 + i],
+            stride[i],
+            dilation[i],
+            padding[i],
+            x.shape[2 + i],
+            y.shape[2 + i],
+            x.patch[i],
+            out_patch[i],
+            True,
+        )
+        for i in (0, 1)
+    ]
+    return finish_conv(x, x, weight, bias, make_geometry(axes[0], axes[1], groups, False), y)

@@ -1,4 +1,4 @@
-"""Batch norm at patch resolution."""
+"""Batch, group and instance norm at patch resolution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ from torch.autograd import Function
 from gradfilter.errors import InputError
 from gradfilter.patches import Pair, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
-from gradfilter.tensor import coarse, finish, is_live, make_carrier, mean, pixels, rule
+from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, coarse, finish, is_live, make_carrier, mean, pixels, rule
+
+# Divides by a window of neighbouring channels: a coarse form would need the moments of all channels with all others.
+EXPECTED_EXITS.add(F.local_response_norm)
 
 
-def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Shape per-channel values [C] to act on `like` [N, C, H', W']."""
-    return values.to(like.dtype)[:, None, None]
+def to_maps(values: Tensor, like: Tensor) -> Tensor:
+    """Shape values per channel [C], or per image and channel [N, C], to act on `like` [N, C, H', W']."""
+    return values.to(like.dtype)[..., None, None]
+
+
+def normalise(x_bar: Tensor, mu: Tensor, inverse: Tensor) -> Tensor:
+    """Return x̂̄ of the patch means x̄ [N, C, H', W'] and statistics [C] or [N, C]."""
+    return (x_bar - to_maps(mu, x_bar)) * to_maps(inverse, x_bar)
+
+
+def share_sums(sums: Tensor, shared: int, is_batch: bool) -> Tensor:
+    """Add up sums [N, C] over the batch, or over groups of `shared` channels, and give each channel the result."""
+    if is_batch:
+        return sums.sum(0)
+    return sums.unflatten(1, (-1, shared)).sum(2).repeat_interleave(shared, 1)
 
 
 class NormEval(Function):
@@ -51,10 +66,10 @@ class NormEval(Function):
         need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
         inverse = (var + ctx.eps).rsqrt()
         scale = inverse if gamma is None else gamma * inverse
-        gx = g * per_channel(scale, g) if need_gx else None
+        gx = g * to_maps(scale, g) if need_gx else None
         g_gamma = g_beta = None
         if need_gamma:
-            x_hat = (x_bar - per_channel(mu, x_bar)) * per_channel(inverse, x_bar)
+            x_hat = normalise(x_bar, mu, inverse)
             g_gamma = (g * x_hat).sum((0, 2, 3))
         if need_beta:
             g_beta = g.sum((0, 2, 3))
@@ -62,10 +77,11 @@ class NormEval(Function):
 
 
 class NormTrain(Function):
-    """Carry a gradient back through a batch norm with the statistics of the batch.
+    """Carry a gradient back through a norm with the statistics of its input: batch, group or instance norm.
 
-    Equation: with x̂̄ the patch means of the normalised input and M = N·H·W,
-        Gx = (γ/σ)(G − |I|·ΣG/M − |I|·x̂̄·Σ(G·x̂̄)/M),   gγ = Σ G·x̂̄,   gβ = Σ G.
+    Equation: with x̂̄ the patch means of the normalised input, h = γ·G, and sums over what shares a statistic, M pixels
+    (a channel of the batch; a group of channels of an image),
+        Gx = (1/σ)(h − |I|·Σh/M − |I|·x̂̄·Σ(h·x̂̄)/M),   gγ = Σ G·x̂̄,   gβ = Σ G.
     Cost: two passes over G; saves x̂̄.
     Exact when: always, for the gradient that the tiling can carry.
     """
@@ -81,6 +97,7 @@ class NormTrain(Function):
         patch: Pair,
         y: Tensor,
     ) -> Tensor:
+        """Save for backward; `inverse` is 1/σ, [C] for a batch and [N, groups] for groups."""
         ctx.save_for_backward(x_hat, inverse, gamma)
         ctx.size, ctx.patch = map_size(y), patch
         return make_carrier(carrier.shape, y)
@@ -90,15 +107,18 @@ class NormTrain(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x_hat, inverse, gamma = ctx.saved_tensors
         need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
-        total, along = g.sum((0, 2, 3)), (g * x_hat).sum((0, 2, 3))
+        total, along = (part.sum((2, 3), dtype=inverse.dtype) for part in (g, g * x_hat))
         gx = None
         if need_gx:
-            share = make_areas(ctx.size, ctx.patch, g) / (g.shape[0] * ctx.size[0] * ctx.size[1])
+            n, channels = total.shape
+            shared = n if inverse.dim() == 1 else channels // inverse.shape[1]
+            share = make_areas(ctx.size, ctx.patch, g) / (shared * ctx.size[0] * ctx.size[1])
+            inverse = inverse if inverse.dim() == 1 else inverse.repeat_interleave(shared, 1)
             scale = inverse if gamma is None else gamma * inverse
-            centred = g - share * (total[:, None, None] + x_hat * along[:, None, None])
-            gx = centred * per_channel(scale, g)
-        g_gamma = along if need_gamma else None
-        g_beta = total if need_beta else None
+            offset, slope = (share_sums(sums * scale, shared, inverse.dim() == 1) for sums in (total, along))
+            gx = g * to_maps(scale, g) - share * (to_maps(offset, g) + x_hat * to_maps(slope, g))
+        g_gamma = along.sum(0) if need_gamma else None
+        g_beta = total.sum(0) if need_beta else None
         return gx, g_gamma, g_beta, None, None, None, None
 
 
@@ -130,9 +150,7 @@ def run_batch_norm(
             )
         with torch.no_grad():
             y, mu, inverse = torch.native_batch_norm(pixels(x), weight, bias, running_mean, running_var, True, momentum, eps)
-            x_bar = mean(x)
-            x_hat = (x_bar - per_channel(mu, x_bar)) * per_channel(inverse, x_bar)
-        return finish(x, y, NormTrain.apply(x.carrier, weight, bias, x_hat, inverse, x.patch, y))  # type: ignore[arg-type]
+        return finish_norm(x, weight, bias, mu, inverse, y)
     with torch.no_grad():
         y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
     statistics = (running_mean, running_var, eps)
@@ -143,3 +161,80 @@ def run_batch_norm(
     else:
         carrier = NormEval.apply(x.carrier, weight, bias, *statistics, mean(x) if trains_gamma else None, y)
     return finish(x, y, carrier)  # type: ignore[arg-type]
+
+
+def finish_norm(x: PatchTensor, weight: Tensor | None, bias: Tensor | None, mu: Tensor, inverse: Tensor, y: Tensor) -> Any:
+    """Return the result of a norm of x with the statistics of its input, [C] of a batch or [N, groups]."""
+    if y.element_size() < 4:
+        inverse = inverse.float()  # the precision of these differs between devices
+    with torch.no_grad():
+        spread = [s if s.dim() == 1 else s.repeat_interleave(x.shape[1] // s.shape[1], 1) for s in (mu, inverse)]
+        x_hat = normalise(mean(x), spread[0], spread[1])
+    return finish(x, y, NormTrain.apply(x.carrier, weight, bias, x_hat, inverse, x.patch, y))  # type: ignore[arg-type]
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Normalise groups of channels of each image and hand the carrier on."""
+    return run_group_norm(*args, **kwargs)
+
+
+def run_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """Apply the rule with torch's argument names."""
+    # torch refuses a group of one value, and a number of groups that does not divide the channels: leave it to say so.
+    if not is_live(input) or input.numel() == num_groups or input.shape[1] % num_groups:
+        return NotImplemented
+    x = input
+    n, channels, h, w = x.shape
+    with torch.no_grad():
+        value = to_dense(pixels(x))
+        y, mu, inverse = torch.native_group_norm(value, weight, bias, n, channels, h * w, num_groups, eps)
+    return finish_norm(x, weight, bias, mu, inverse, y)
+
+
+def to_dense(x: Tensor) -> Tensor:
+    """Return x [N, C, H, W] contiguous, channels last or not, as it is laid out."""
+    return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+
+
+@rule(F.instance_norm)
+def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Normalise each channel of each image, or with running statistics as a batch norm does."""
+    return run_instance_norm(*args, **kwargs)
+
+
+def run_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Apply the rule with torch's argument names."""
+    if not is_live(input):
+        return NotImplemented
+    if not use_input_stats:
+        return run_batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x = input
+    n, channels, h, w = x.shape
+    if h * w == 1:  # torch refuses a single value: leave it to say so
+        return NotImplemented
+    with torch.no_grad():
+        # As torch does it: a batch norm of one image, with a channel for each channel of each image.
+        gamma, beta, mus, variances = (None if p is None else p.repeat(n) for p in (weight, bias, running_mean, running_var))
+        value = pixels(x).reshape(1, n * channels, h, w)
+        y, mu, inverse = torch.native_batch_norm(value, gamma, beta, mus, variances, True, momentum, eps)
+        for statistic, moved in ((running_mean, mus), (running_var, variances)):
+            if statistic is not None and moved is not None:
+                statistic.copy_(moved.reshape(n, channels).mean(0))
+    return finish_norm(x, weight, bias, mu.reshape(n, channels), inverse.reshape(n, channels), y.reshape(x.shape))

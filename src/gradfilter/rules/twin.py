@@ -41,10 +41,15 @@ class Geometry:
         """The number of output patches."""
         return count_cells((self.rows.out_size, self.columns.out_size), self.out_patch)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Tell whether this is a transposed convolution."""
+        return self.rows.transposed
+
     @cached_property
     def is_pointwise(self) -> bool:
         """Tell whether each output pixel reads one real input pixel: a 1×1 kernel without padding."""
-        return all(
+        return not self.is_transposed and all(
             a.kernel == 1 and a.before == 0 and a.stride * (a.out_size - 1) < a.in_size for a in (self.rows, self.columns)
         )
 

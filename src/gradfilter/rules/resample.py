@@ -1,0 +1,231 @@
+"""Separable linear maps at patch resolution: average pooling, interpolation, pixel shuffles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradfilter.patches import Matrix, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
+from gradfilter.rules.conv import as_pair
+from gradfilter.rules.reduce import fill_size, spread_over_space
+from gradfilter.tensor import AxisMap, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+
+
+def find_matrix(f: Callable[[Tensor], Tensor], size: int) -> Matrix:
+    """Return the pixel matrix P [out_size, size] of a linear map along one axis: what it makes of each unit vector.
+
+    Args:
+        f: The map, called once with [1, size, 1, size]: a unit vector per channel, along the columns. Along rows of a map
+            that is one pixel wide, torch 2.13 gives wrong antialiased interpolations.
+        size: Pixels of its input.
+    """
+    # A tracer must not record this, nor shapes alone be computed: the matrix is a constant.
+    with _disable_current_modes():
+        return f(torch.from_numpy(np.eye(size)).reshape(1, size, 1, size))[0, :, 0].numpy().T
+
+
+def map_axes(x: PatchTensor, y: Tensor, make_axis: Callable[[int, int, int], Matrix]) -> Any:
+    """Finish a rule whose map is y = P_h x P_wᵀ.
+
+    Args:
+        x: The input.
+        y: The value of the output.
+        make_axis: Called with an axis (0 or 1) and the two patches there, returns its coarse matrix.
+    """
+    patch = x.choices.tiling.patch_for(map_size(y))
+    rows, columns = (make_axis(i, x.patch[i], patch[i]) for i in (0, 1))
+    return finish(x, y, AxisMap.apply(x.carrier, rows, columns), patch=patch)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def avg_pool_axis(
+    size: int, window: tuple[int, int, int], ceil_mode: bool, count_include_pad: bool, divisor: int | None, *patch: int
+) -> Matrix:
+    """Return the coarse matrix of average pooling along one axis; `window` is (kernel, stride, padding)."""
+    kernel, stride, padding = window
+
+    def pool(units: Tensor) -> Tensor:
+        return F.avg_pool2d(units, (1, kernel), (1, stride), (0, padding), ceil_mode, count_include_pad, divisor)
+
+    return project_matrix(find_matrix(pool, size), *patch)
+
+
+@rule(F.avg_pool2d)
+def avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take means over windows.
+
+    Equation: `AxisMap` with the coarse matrices of the pooling.
+    Cost: as `AxisMap`; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+    return run_avg_pool2d(func, *args, **kwargs)
+
+
+def run_avg_pool2d(
+    func: Any,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Apply the rule with torch's argument names."""
+    if not is_live(input):
+        return NotImplemented
+    x, stride = input, stride or kernel_size
+    with torch.no_grad():
+        y = func(pixels(x), kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    windows = list(zip(as_pair(kernel_size), as_pair(stride), as_pair(padding), strict=True))
+    # The divisor of both axes together goes to the rows; the columns are plain sums then.
+    divisors = (divisor_override, 1 if divisor_override else None)
+
+    def make_axis(i: int, *patch: int) -> Matrix:
+        return avg_pool_axis(x.shape[2 + i], windows[i], ceil_mode, count_include_pad, divisors[i], *patch)
+
+    return map_axes(x, y, make_axis)
+
+
+@lru_cache(maxsize=4096)
+def adaptive_pool_axis(size: int, out_size: int, *patch: int) -> Matrix:
+    """Return the coarse matrix of adaptive average pooling along one axis."""
+    return project_matrix(find_matrix(lambda units: F.adaptive_avg_pool2d(units, (1, out_size)), size), *patch)
+
+
+@rule(F.adaptive_avg_pool2d)
+def adaptive_avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take means over as many windows as asked for.
+
+    Equation: `AxisMap` with the coarse matrices of the pooling; one window is the mean over space and leaves the region.
+    Cost: as `AxisMap`; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+    x, output_size = args[0], args[1] if len(args) > 1 else kwargs["output_size"]
+    if not is_live(x):
+        return NotImplemented
+    size = fill_size(output_size, x)
+    if size != (1, 1) and size == map_size(x):
+        return finish(x, pixels(x).clone(), x.carrier)
+    with torch.no_grad():
+        y = func(pixels(x), output_size)
+    if size == (1, 1):
+        return spread_over_space(x, y, is_mean=True)
+    return map_axes(x, y, lambda i, *patch: adaptive_pool_axis(x.shape[2 + i], size[i], *patch))
+
+
+@lru_cache(maxsize=4096)
+def interpolate_axis(
+    size: int, out_size: int, scale: float | None, options: tuple[tuple[str, Any], ...], *patch: int
+) -> Matrix:
+    """Return the coarse matrix of an interpolation along one axis.
+
+    With a scale factor torch takes that and not the ratio of the sizes for where pixels lie.
+    """
+    wanted = {"size": (1, out_size)} if scale is None else {"scale_factor": (1.0, scale)}
+    return project_matrix(find_matrix(lambda units: F.interpolate(units, **wanted, **dict(options)), size), *patch)
+
+
+@rule(F.interpolate)
+def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a map larger or smaller, in any of torch's modes.
+
+    Equation: `AxisMap` with the coarse matrices of the interpolation.
+    Cost: as `AxisMap`; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+    return run_interpolate(func, *args, **kwargs)
+
+
+def run_interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = None, **options: Any) -> Any:
+    """Apply the rule with torch's argument names; torch's own dispatch gives all but the input as keywords."""
+    if not is_live(input):
+        return NotImplemented
+    x = input
+    with torch.no_grad():
+        y = func(pixels(x), size, scale_factor, **options)
+    scales = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor, scale_factor)
+    key = tuple(sorted(options.items()))
+
+    def make_axis(i: int, *patch: int) -> Matrix:
+        scale = None if scales[i] is None else float(scales[i])
+        return interpolate_axis(x.shape[2 + i], y.shape[2 + i], scale, key, *patch)
+
+    return map_axes(x, y, make_axis)
+
+
+class Shuffle(Function):
+    """Carry a gradient back through a pixel shuffle, which lays r² channels out as the pixels of an r times larger map.
+
+    Equation: Gx[c·r² + f·r + e] = S_fᵀ G[c] S_e, with S_f the projection of filling every r-th pixel from f on.
+    Cost: two small matrix products per image; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
+        ctx.rows, ctx.columns, ctx.shape = rows, columns, carrier.shape
+        n, channels = carrier.shape[:2]
+        return make_carrier((n, channels // (len(rows) * len(columns)), rows.shape[1], columns.shape[1]), carrier)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        factor, _, height = ctx.rows.shape
+        width = ctx.columns.shape[2]
+        rows, columns = (m.transpose(0, 2, 1).reshape(-1, m.shape[1]) for m in (ctx.rows, ctx.columns))
+        slots = apply_axes(g, rows, columns).reshape(*g.shape[:2], factor, height, factor, width)
+        return slots.transpose(3, 4).reshape(ctx.shape), None, None
+
+
+class Unshuffle(Function):
+    """Carry a gradient back through a pixel unshuffle, which lays the pixels of each r×r block out as channels.
+
+    Equation: Gx[c] = Σ_fe U_fᵀ G[c·r² + f·r + e] U_e, with U_f the projection of reading every r-th pixel from f on.
+    Cost: two small matrix products per image; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
+        ctx.rows, ctx.columns = rows, columns
+        n, channels = carrier.shape[:2]
+        return make_carrier((n, channels * len(rows) * len(columns), rows.shape[1], columns.shape[1]), carrier)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        factor, height, _ = ctx.rows.shape
+        n, channels, _, width = g.shape
+        slots = g.reshape(n, channels // factor**2, factor, factor, height, width).transpose(3, 4)
+        slots = slots.reshape(n, channels // factor**2, factor * height, factor * width)
+        rows, columns = (m.reshape(-1, m.shape[2]) for m in (ctx.rows, ctx.columns))
+        return apply_axes(slots, rows.T, columns.T), None, None
+
+
+SHUFFLES = {"pixel_shuffle": (Shuffle, shuffle_axis), "pixel_unshuffle": (Unshuffle, unshuffle_axis)}
+
+
+@rule(torch.pixel_shuffle, torch.pixel_unshuffle)
+def pixel_shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Turn channels into pixels or pixels into channels."""
+    factor = next(iter((*args[1:], *kwargs.values())), None)
+    if not is_live(args[0]) or not isinstance(factor, int):
+        return NotImplemented
+    x = args[0]
+    with torch.no_grad():
+        y = func(pixels(x), factor)
+    if factor == 1:
+        return finish(x, y.clone(), x.carrier)
+    function, make_axis = SHUFFLES[func.__name__]
+    patch = x.choices.tiling.patch_for(map_size(y))
+    rows, columns = (make_axis(x.shape[2 + i], factor, x.patch[i], patch[i]) for i in (0, 1))
+    return finish(x, y, function.apply(x.carrier, rows, columns), patch=patch)  # type: ignore[arg-type]
