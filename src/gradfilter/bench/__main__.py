@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gradfilter.bench import fidelity, memory, step
+from gradfilter.bench import coverage, fidelity, memory, step
 from gradfilter.errors import GradFilterError
 
 
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     for name, rounds in (("memory", 3), ("step", 7)):
         sub = commands.add_parser(name)
-        sub.add_argument("--model", default="mobilenet_v2", help="one of gradfilter.models or of torchvision")
+        sub.add_argument("--model", default="mobilenet_v2", help="any name that gradfilter.models.make_network takes")
         sub.add_argument("--batch", type=int, default=32)
         sub.add_argument("--pixels", type=int, default=224)
         sub.add_argument("--rounds", type=int, default=rounds)
@@ -29,10 +29,16 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--batches", type=int, default=4)
     sub.add_argument("--blocks", type=int, default=9)
     sub.add_argument("--pixels", type=int, default=224)
+    sub = commands.add_parser("coverage")
+    sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
+    sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
+    sub.add_argument("--pixels", type=int, default=96)
     args = parser.parse_args(argv)
     try:
         if args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
+        elif args.command == "coverage":
+            reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
         elif args.command == "step":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from gradfilter.bench.report import Report
-from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, make_network, prepare
+from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, prepare
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.models import make_network
 
 METHODS = (EXACT, "patch 1", "patch 2", "patch 4", "patch 7", "grid 7", "grid 4", "grid 2", "patch 2 lumped")
 PEAKS = (INFERENCE, EXACT, "patch 2", "patch 4", "grid 4")
@@ -80,8 +82,12 @@ def run_steps(model: str, method: str, batch: int, pixels: int) -> None:
 
 
 def peak_megabytes() -> float:
-    """Return the highest resident memory of this process so far; Linux counts in kilobytes, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MB if sys.platform == "darwin" else 1e3)
+    """Return the highest resident memory of this process so far."""
+    try:  # ru_maxrss would start at what the process that started this one held
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1e3
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MB if sys.platform == "darwin" else 1e3)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models, plans and batches that the measurements share."""
+"""Plans, batches and states of models that the measurements share."""
 
 from __future__ import annotations
 
@@ -6,29 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gradfilter.apply import apply_
-from gradfilter.errors import ModelNameError
-from gradfilter.models import find_models, make_model
-from gradfilter.models.torchvision_ops import declare_torchvision_ops
+from gradfilter.errors import InputError
 from gradfilter.plan import Backward, Plan
 
 EXACT = "exact"
 INFERENCE = "inference"
-
-
-def make_network(name: str) -> nn.Module:
-    """Return a network with random weights: one of ours, or one of torchvision's."""
-    if name in find_models():
-        return make_model(name)
-    declare_torchvision_ops()
-    import torchvision
-
-    if name not in torchvision.models.list_models():
-        raise ModelNameError(f"No model is named {name!r}. Ours are {', '.join(find_models())}; the others are torchvision's.")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torchvision.models.get_model(name)
 
 
 def freeze_statistics_(model: nn.Module) -> nn.Module:
@@ -36,6 +21,25 @@ def freeze_statistics_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
+    return model
+
+
+def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give batch norms statistics and affines as training would, so that no gradient is trivially right; nothing is dropped."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for tensor, fill in (
+                (module.running_mean, lambda t: t.normal_(0, 0.1, generator=generator)),
+                (module.running_var, lambda t: t.uniform_(0.5, 2, generator=generator)),
+                (module.weight, lambda t: t.uniform_(0.5, 1.5, generator=generator)),
+                (module.bias, lambda t: t.normal_(0, 0.1, generator=generator)),
+            ):
+                if tensor is not None:
+                    fill(tensor.data)
+        for name in ("p", "drop_prob"):  # dropout and stochastic depth, torchvision's and timm's
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     return model
 
 
@@ -61,3 +65,11 @@ def make_batch(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).contiguous(memory_format=torch.channels_last)
     return images, torch.randint(10, (batch,), generator=generator)
+
+
+def find_outputs(result: Any) -> list[Tensor]:
+    """List the tensors that a loss can be made of in a network's output: a tensor, or a tuple, list or dict that holds some."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not outputs:
+        raise InputError(f"the model returned a {type(result).__name__} without a floating point tensor to train on.")
+    return outputs

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfilter.bench.report import Report
-from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, make_network, prepare
+from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, prepare
+from gradfilter.models import make_network
 
 METHODS = (INFERENCE, EXACT, "patch 2", "patch 4", "grid 4", "patch 2 lumped")
 

@@ -1,8 +1,6 @@
 """Build the networks that gradfilter is measured on, by name, with local weights."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -10,10 +8,11 @@ from torch import nn
 
 from gradfilter.errors import GradFilterError
 from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet  # noqa: F401 (importing a family registers it)
+from gradfilter.models.network import make_network
 from gradfilter.models.registry import ModelInfo, Resettable, find_models, get_entry
-from gradfilter.models.weights import load_weights_, weights_path
+from gradfilter.models.weights import load_weights_, random_weights_from, weights_path
 
-__all__ = ["ModelInfo", "find_models", "make_model"]
+__all__ = ["ModelInfo", "find_models", "make_model", "make_network"]
 
 
 def make_model(
@@ -44,7 +43,7 @@ def make_model(
     outputs = entry.info.classes if classes is None else classes
     if outputs < 1:
         raise GradFilterError(f"classes={outputs} was given to model {name!r}. A classifier needs at least one class.")
-    with _random_weights_from(generator):
+    with random_weights_from(generator):
         if path is None:
             return entry.build(outputs)
         model = entry.build(entry.info.classes)
@@ -52,14 +51,3 @@ def make_model(
         if outputs != entry.info.classes:
             cast(Resettable, model).reset_classifier(outputs)
         return model
-
-
-@contextmanager
-def _random_weights_from(generator: torch.Generator | None) -> Iterator[None]:
-    """Let modules built inside draw their weights from `generator`, and restore the global random state after."""
-    generator = torch.Generator() if generator is None else generator
-    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    # torch.manual_seed would reseed the accelerators too, which an empty `devices` does not restore.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
-        yield

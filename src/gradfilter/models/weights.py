@@ -1,7 +1,8 @@
-"""Read local weight files and load them strictly: every tensor is used, and every tensor is found."""
+"""Where weights come from: random ones, and local files, loaded strictly: every tensor is used, and every tensor is found."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +12,17 @@ from gradfilter.errors import WeightsError
 from gradfilter.models.registry import Entry
 
 _SHOWN = 3
+
+
+@contextmanager
+def random_weights_from(generator: torch.Generator | None) -> Iterator[None]:
+    """Let modules built inside draw their weights from `generator`, and restore the global random state after."""
+    generator = torch.Generator() if generator is None else generator
+    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    # torch.manual_seed would reseed the accelerators too, which an empty `devices` does not restore.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def weights_path(entry: Entry, weights: str | os.PathLike[str] | None) -> Path | None:

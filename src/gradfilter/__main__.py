@@ -1,0 +1,7 @@
+"""Run the command line: `python -m gradfilter`."""
+
+import sys
+
+from gradfilter.cli import main
+
+sys.exit(main())

@@ -1,0 +1,168 @@
+"""The command line `gradfilter`: one function per sub-command, and the table that names them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradfilter.apply import Applied, apply_, describe, find_applied, remove_
+from gradfilter.bench.setup import find_outputs
+from gradfilter.cost import measure_saved_bytes
+from gradfilter.errors import ExitWarning, GradFilterError, InputError, PlanError
+from gradfilter.models import make_network
+from gradfilter.plan import Backward, Plan
+
+MODEL_HELP = (
+    "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
+    "for a function of your own that takes no arguments and returns the model"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; return 0, 1 where what it checks is not right, or 2 for an error."""
+    parser = argparse.ArgumentParser(
+        prog="gradfilter", description="Forward at pixel resolution, backward at patch resolution."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (add_arguments, run) in COMMANDS.items():
+        summary = (run.__doc__ or "").partition("\n")[0]
+        sub = commands.add_parser(name, help=summary, description=summary)
+        add_arguments(sub)
+        sub.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except GradFilterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what `gradfilter check` takes."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan in YAML, instead of the options below")
+    parser.add_argument(
+        "--last", type=int, metavar="N", help="train the last N convolutions and the classifier; all by default"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--patch", type=int, metavar="N", help="side of a patch, in pixels of each layer's own map")
+    size.add_argument("--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4)")
+    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift)")
+    parser.add_argument("--pixels", type=int, default=224, metavar="N", help="side of the random images (default: 224)")
+    parser.add_argument("--batch", type=int, default=2, metavar="N", help="number of random images (default: 2)")
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves."""
+    plan = make_plan(args)
+    if args.pixels < 1 or args.batch < 1:
+        raise InputError(
+            f"--pixels {args.pixels} --batch {args.batch} is no batch of images. Give whole numbers of at least 1."
+        )
+    images = torch.randn(args.batch, 3, args.pixels, args.pixels, generator=torch.Generator().manual_seed(0))
+    model = make_network(args.model).train()
+    exact_bytes, exact_gradients = run_exactly(model, plan, images)
+    applied = get_applied(apply_(model, plan))
+    with warnings.catch_warnings(), explain_failure(images, "under the plan, though not without it. Please report this"):
+        warnings.simplefilter("ignore", ExitWarning)  # describe lists them all
+        saved_bytes, outputs = run_forward(model, images)
+        text, exits = describe(model), dict(applied.log.exits)  # before our own loss adds an exit to a map that is an output
+        gradients = run_backward(model, outputs)
+    print(text, end="\n\n")
+    print(
+        f"saved bytes: {exact_bytes / 1e6:.2f} MB by exact backprop of the same layers, {saved_bytes / 1e6:.2f} MB under this "
+        f"plan ({exact_bytes / saved_bytes:.1f}x fewer), batch {args.batch} at {args.pixels} px"
+    )
+    print(f"unexpected exits: {sum(reason != 'expected' for reason in exits.values()) or 'none'}")
+    return report_gradients(model, gradients, exact_gradients)
+
+
+def report_gradients(model: nn.Module, gradients: set[str], exact: set[str]) -> int:
+    """Print whether every trained parameter got a gradient that exact backprop gives it; return the exit code."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    lost, neither = sorted(exact - gradients), len(trained - exact - gradients)
+    line = f"gradients: {len(gradients)} of {len(trained)} trained parameters got one"
+    if neither:
+        line += f"; exact backprop gives {'the other' if not lost else 'another'} {neither} none either"
+    if lost:
+        line += f"; lost under the plan: {', '.join(lost)}. Please report this"
+    print(line)
+    return 1 if lost else 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Return the plan that the options describe."""
+    if args.plan is not None:
+        if any(option is not None for option in (args.last, args.patch, args.grid, args.kernel)):
+            raise PlanError(
+                "--plan was given together with --last, --patch, --grid or --kernel. The file says it all: drop them."
+            )
+        return Plan.load(args.plan)
+    backward = Backward(patch=args.patch, grid=args.grid, kernel=args.kernel or "lift")
+    return Plan.all(backward) if args.last is None else Plan.last(args.last, backward)
+
+
+def get_applied(model: nn.Module) -> Applied:
+    """Return what a model under a plan has on record."""
+    applied = find_applied(model)
+    assert applied is not None
+    return applied
+
+
+def run_exactly(model: nn.Module, plan: Plan, images: Tensor) -> tuple[int, set[str]]:
+    """Run a step by exact backprop that trains what the plan trains; return saved bytes and gradients, leave no trace."""
+    applied = get_applied(apply_(model, plan))
+    frozen = list(applied.frozen)
+    remove_(model)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for name in applied.resolved.frozen_norms:
+        model.get_submodule(name).eval()
+    try:
+        with explain_failure(images, "already without a plan. Does it take such images? See --pixels and --batch"):
+            saved, outputs = run_forward(model, images)
+            return saved, run_backward(model, outputs)
+    finally:
+        model.train()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+def run_forward(model: nn.Module, images: Tensor) -> tuple[int, list[Tensor]]:
+    """Return the saved bytes of a forward pass, and its outputs as far as they have a gradient."""
+    saved = measure_saved_bytes(model, images)
+    return saved, [y for y in find_outputs(model(images)) if y.requires_grad]
+
+
+def run_backward(model: nn.Module, outputs: list[Tensor]) -> set[str]:
+    """Run backward from all outputs; return the names of the parameters that got a finite gradient."""
+    torch.stack([y.square().mean() for y in outputs]).sum().backward()
+    got = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.isfinite().all())}
+    model.zero_grad()
+    return got
+
+
+@contextmanager
+def explain_failure(images: Tensor, where: str) -> Iterator[None]:
+    """Turn what a user's model raises into one line."""
+    try:
+        yield
+    except GradFilterError:
+        raise
+    except Exception as error:
+        raise GradFilterError(
+            f"the model fails on images of shape {list(images.shape)} {where}. It says {type(error).__name__}: {error}"
+        ) from error
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "check": (add_check_arguments, check),
+}
+"""Sub-commands by name: what adds their arguments, and what runs them."""
