@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradfilter.bench.setup import shake_
 from gradfilter.models import make_model
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
@@ -215,20 +216,67 @@ FUNCTIONS = [
 """Every rule but the convolution's, at least once."""
 
 
-def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give batch norms statistics and affines as training would, so that no gradient is trivially right."""
-    generator = seeded(seed)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            module.running_mean.normal_(0, 0.1, generator=generator)
-            module.running_var.uniform_(0.5, 2, generator=generator)
-            module.weight.data.uniform_(0.5, 1.5, generator=generator)
-            module.bias.data.normal_(0, 0.1, generator=generator)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+REARRANGED = {
+    function.name: function
+    for function in (
+        Function("channel_shuffle", lambda x: x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).reshape(x.shape)),
+        Function("channel_shuffle_torch", lambda x: F.channel_shuffle(x, 3)),
+        Function("nhwc_gelu", lambda x: F.gelu(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
+        Function("nhwc_relu", lambda x: F.relu(x.permute(0, 2, 3, 1)).movedim(-1, 1)),
+        Function("nhwc_scale", lambda x, s: (x.permute(0, 2, 3, 1) * s).permute(0, 3, 1, 2), ((6,),)),
+        Function("nhwc_offset", lambda x, s: (s + x.movedim(1, -1)).permute(0, 3, 1, 2), ((6,),)),
+        Function("nhwc_linear", lambda x, w, b: F.linear(x.permute(0, 2, 3, 1), w, b).permute(0, 3, 1, 2), ((4, 6), (4,))),
+        Function("nhwc_matmul", lambda x, w: (x.permute(0, 2, 3, 1) @ w).permute(0, 3, 1, 2), ((6, 4),)),
+        Function("nhwc_pad", lambda x: F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 2, 0, 1)).permute(0, 3, 1, 2)),
+        Function("nwhc_tanh", lambda x: torch.tanh(x.transpose(1, 3)).transpose(3, 1)),
+        Function("einsum", lambda x, w: torch.einsum("nchw,dc->ndhw", x, w), ((4, 6),)),
+        Function("einsum_nhwc", lambda x, w: torch.einsum("dc, nchw -> nhwd", w, x).permute(0, 3, 1, 2), ((4, 6),)),
+        Function("tokens", lambda x: F.silu(x.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, x.shape[2:])),
+        Function("tokens_linear", lambda x, w: F.linear(x.flatten(2).mT, w).mT.reshape(len(x), 4, *x.shape[2:]), ((4, 6),)),
+        Function("heads", lambda x: torch.sigmoid(x.view(len(x), 2, 3, *x.shape[2:]).unbind(1)[1])),
+        Function("batch_of_groups", lambda x: torch.tanh(x.reshape(-1, 3, *x.shape[2:])).view_as(x)),
+        Function("chunk", lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
+        Function("split", lambda x: torch.cat([part * i for i, part in enumerate(x.split([1, 2, 3], dim=1))], 1)),
+        Function("tensor_split", lambda x: torch.cat(x.tensor_split(4, 1)[1:], 1)),
+        Function("stack", lambda x: torch.stack([x, x * 2], 2).flatten(1, 2)),
+        Function("stack_first", lambda x: torch.stack([x, x * 2]).transpose(0, 1)[:, 1]),
+        Function("narrow", lambda x: x.narrow(1, 1, 3)),
+        Function("select", lambda x: x.select(1, 2).unsqueeze(1)),
+        Function("index", lambda x: x[:, 1:5:2]),
+        Function("index_ellipsis", lambda x: x[:, None, 2, ..., :].squeeze(1)[:, None]),
+        Function("index_list", lambda x: x[:, [3, 0, 0]]),
+        Function("index_tensor", lambda x: x[:, torch.tensor([5, 1])]),
+        Function("index_select", lambda x: torch.index_select(x, 1, torch.tensor([5, 1, 1]))),
+        Function("strided", lambda x: x[:, :, ::2, ::2]),
+        Function("crop", lambda x: x[..., 1:, :-1]),
+        Function("flip", lambda x: x.flip(1)),
+        Function("roll", lambda x: torch.roll(x, 2, 1)),
+        Function("repeat_interleave", lambda x: torch.repeat_interleave(x, 2, dim=1)),
+        Function("expand", lambda x: x[:, :1].expand(-1, 4, -1, -1)),
+        Function("pad_channels", lambda x: F.pad(x, (0, 0, 0, 0, 2, 1))),
+        Function("pad_channels_too", lambda x: F.pad(x, (1, 0, 0, 2, 1, 1))),
+        Function("mul_one_channel", lambda x, s: x[:, :1] * s, ((1, 4, 1, 1),)),
+        Function("add_one_channel", lambda x, s: x[:, 2:3] + s, ((1, 4, 1, 1),)),
+        Function("div_channel", lambda x, s: x / s, ((6, 1, 1),)),
+        Function("relu_of_a_view", lambda x: F.relu((x * 1.0)[:, 1:], inplace=True)),
+        Function("relu_of_nhwc", lambda x: F.relu((x * 1.0).permute(0, 2, 3, 1), inplace=True).permute(0, 3, 1, 2)),
+    )
+}
+"""Functions of six channels that rearrange axes, or run on maps in another layout, and give a map [N, C, H, W] back."""
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "mul": lambda a, b: a * b,
+    "imul": lambda a, b: (a * 1.0).mul_(b),
+    "div": lambda a, b: a / (2 + b * 0.1),
+    "maximum": torch.maximum,
+    "minimum": lambda a, b: torch.minimum(b, a),
+    "where": lambda a, b: torch.where(a.detach() > 0, a, b),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "nhwc_mul": lambda a, b: (a.permute(0, 2, 3, 1) * b.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+}
+"""Functions of two maps."""
 
 
 def make_torchvision(name: str) -> nn.Module:

@@ -1,0 +1,153 @@
+"""Functions of the channels of one pixel: layer norm, RMS norm, softmax.
+
+Their Jacobian at a pixel is a matrix between channels that changes from pixel to pixel. Its exact mean over a patch needs the
+second moments of all pairs of channels; here the product of the means stands for the mean of the products, which is exact at
+patch 1 and where the normalised values are constant in each patch. `docs/rules.md` states how close that is on real maps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from gradfilter.patches import pool_mean
+from gradfilter.rules.functions import find_functions
+from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+
+
+class ChannelNorm(Function):
+    """Carry a gradient back through a norm over the channels of each pixel: layer norm, or RMS norm.
+
+    Equation: at a pixel y = γ·x̂ + β with x̂ = (x − μ)·s, s = 1/σ, both of the pixel (RMS norm: μ = 0). With h = γ·G and
+    patch means x̂̄ and s̄,
+        Gx = s̄·(h − ⟨h⟩ − x̂̄·⟨h·x̂̄⟩),   ⟨·⟩ the mean over channels (no ⟨h⟩ for RMS norm),   gγ = Σ G·x̂̄,   gβ = Σ G.
+    Cost: a few passes over G; saves x̂̄ and s̄.
+    Exact when: s and x̂ are constant in each patch, so at patch 1; gγ and gβ always.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        carrier: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        x_hat: Tensor,
+        s: Tensor,
+        centred: bool,
+        y: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x_hat, s, gamma)
+        ctx.centred = centred
+        return make_carrier(carrier.shape, y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x_hat, s, gamma = ctx.saved_tensors
+        need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
+        gx = g_gamma = g_beta = None
+        if need_gx:
+            h = g if gamma is None else g * gamma.to(g.dtype)
+            gx = h - x_hat * (h * x_hat).mean(-1, keepdim=True)
+            gx = s * (gx - h.mean(-1, keepdim=True) if ctx.centred else gx)
+        if need_gamma:
+            g_gamma = (g * x_hat).sum_to_size(gamma.shape)
+        if need_beta:
+            g_beta = g.reshape(-1, g.shape[-1]).sum(0)
+        return gx, g_gamma, g_beta, None, None, None, None
+
+
+def run_channel_norm(
+    x: Any, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> Any:
+    """Return the norm of x over its last axis; over more axes than the channels it is an exit."""
+    if not is_live(x) or len(tuple(normalized_shape)) != 1 or x.dim() - 1 in x.spatial.axes:
+        return NotImplemented
+    with torch.no_grad():
+        value = pixels(x)
+        if centred:
+            y, mu, s = torch.native_layer_norm(value, list(normalized_shape), weight, bias, eps)
+            x_hat = (pool_mean(value * s, x.patch, x.spatial) - pool_mean(mu * s, x.patch, x.spatial)).to(value.dtype)
+        else:
+            y = F.rms_norm(value, tuple(normalized_shape), weight, eps)
+            s = (value.square().mean(-1, keepdim=True) + eps).rsqrt()
+            x_hat = pool_mean(value * s, x.patch, x.spatial)
+        s_bar = pool_mean(s, x.patch, x.spatial)
+    return finish(x, y, ChannelNorm.apply(x.carrier, weight, bias, x_hat, s_bar, centred, y))  # type: ignore[arg-type]
+
+
+@rule(F.layer_norm, torch.layer_norm, any_layout=True)
+def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Normalise the channels of each pixel, the channels being the last axis."""
+
+    def run(
+        input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+    ) -> Any:
+        return run_channel_norm(input, normalized_shape, weight, bias, eps, centred=True)
+
+    return run(*args, **kwargs)
+
+
+@rule(F.rms_norm, torch.rms_norm, any_layout=True)
+def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Divide the channels of each pixel by their root mean square."""
+
+    def run(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        eps = torch.finfo(input.dtype).eps if eps is None else eps
+        return run_channel_norm(input, normalized_shape, weight, None, eps, centred=False)
+
+    return run(*args, **kwargs)
+
+
+class Softmax(Function):
+    """Carry a gradient back through a softmax over the channels of each pixel.
+
+    Equation: with p̄ the patch means of the softmax, Gx = p̄·(G − Σ_c p̄_c·G_c).
+    Cost: a few passes over G; saves p̄.
+    Exact when: p is constant in each patch, so at patch 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, p_bar: Tensor, axis: int, y: Tensor) -> Tensor:
+        ctx.save_for_backward(p_bar)
+        ctx.axis = axis
+        return make_carrier(carrier.shape, y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (p_bar,) = ctx.saved_tensors
+        return p_bar * (g - (g * p_bar).sum(ctx.axis, keepdim=True)), None, None, None
+
+
+class LogSoftmax(Softmax):
+    """Carry a gradient back through the logarithm of a softmax over the channels of each pixel.
+
+    Equation: with p̄ the patch means of the softmax, Gx = G − p̄·Σ_c G_c.
+    Cost: a few passes over G; saves p̄.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (p_bar,) = ctx.saved_tensors
+        return g - p_bar * g.sum(ctx.axis, keepdim=True), None, None, None
+
+
+@rule(*find_functions("softmax", "log_softmax", inplace=False), any_layout=True)
+def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a softmax over another axis than rows and columns; over those it is an exit."""
+    x: PatchTensor = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not is_live(x) or not isinstance(dim, int) or dim % x.dim() in x.spatial.axes:
+        return NotImplemented
+    with torch.no_grad():
+        y = func(pixels(x), *args[1:], **kwargs)
+        log = func.__name__ == "log_softmax"
+        p_bar = pool_mean(y.exp() if log else y, x.patch, x.spatial)
+    return finish(x, y, (LogSoftmax if log else Softmax).apply(x.carrier, p_bar, dim, y))  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Linear maps of the channels, in any layout: `linear`, `matmul` and `einsum` at patch resolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from gradfilter.patches import Layout, count_cells
+from gradfilter.rules.functions import find_functions
+from gradfilter.tensor import (
+    EXPECTED_EXITS,
+    REGION_ENDS,
+    PatchTensor,
+    coarse,
+    finish,
+    is_live,
+    make_carrier,
+    mean,
+    pixels,
+    rule,
+    spatial_size,
+    wrap,
+)
+
+# Attention mixes every place of a map with every other: that is no map of patches any more.
+EXPECTED_EXITS.add(F.scaled_dot_product_attention)
+
+
+class Linear(Function):
+    """Carry a gradient back through a linear map of the last axis.
+
+    Equation: Gx = G·w, gw = Σ Gᵀ x̄, gb = Σ G over all patches: a 1×1 convolution in another layout.
+    Cost: two matrix products, 1/r² of the exact ones; saves x̄ where w is trained.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, x_bar: Tensor | None, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x_bar, w if ctx.needs_input_grad[0] else None)
+        return make_carrier((*carrier.shape[:-1], y.shape[-1]), y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x_bar, w = ctx.saved_tensors
+        gx = gw = gb = None
+        rows = g.reshape(-1, g.shape[-1])
+        if w is not None:
+            gx = (rows @ w.to(g.dtype)).reshape(*g.shape[:-1], w.shape[1])
+        if x_bar is not None:
+            gw = rows.t() @ x_bar.reshape(-1, x_bar.shape[-1])
+        if ctx.needs_input_grad[2]:
+            gb = rows.sum(0)
+        return gx, gw, gb, None, None
+
+
+@rule(F.linear, any_layout=True)
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Map the channels of a map or of tokens, the channels being the last axis."""
+    return run_linear(func, *args, **kwargs)
+
+
+def run_linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Apply the rule with torch's argument names."""
+    if not is_live(input) or type(weight) is PatchTensor:
+        return NotImplemented
+    x = input
+    if x.dim() - 1 in x.spatial.axes or weight.dim() != 2:
+        return NotImplemented
+    with torch.no_grad():
+        y = func(pixels(x), weight, bias)
+        x_bar = mean(x).to(y.dtype) if weight.requires_grad else None
+    return finish(x, y, Linear.apply(x.carrier, weight, bias, x_bar, y))  # type: ignore[arg-type]
+
+
+@rule(*find_functions("matmul", "__matmul__", "bmm", inplace=False), any_layout=True)
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Map the channels by a matrix on the right; the product of two maps is attention, at which the region ends."""
+    x, other = args
+    if is_live(x) and is_live(other):
+        return REGION_ENDS
+    if kwargs or not is_live(x) or other.dim() != 2:
+        return NotImplemented
+    return run_linear(lambda value, weight, _: func(value, weight.t()), x, other.t())
+
+
+class Einsum(Function):
+    """Carry a gradient back through an einsum of a map and a plain tensor that leaves rows and columns alone.
+
+    Equation: with y = einsum("x,w->y"), Gx = einsum("y,w->x")(G, w), gw = einsum("y,x->w")(G, x̄).
+    Cost: 1/r² of the exact ones; saves x̄ where w is trained, w where x is.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, x_bar: Tensor | None, terms: tuple[str, str, str], y: Tensor) -> Tensor:
+        ctx.save_for_backward(x_bar, w if ctx.needs_input_grad[0] else None)
+        ctx.terms = terms
+        sizes = {**dict(zip(terms[1], w.shape, strict=True)), **dict(zip(terms[0], carrier.shape, strict=True))}
+        return make_carrier([sizes[label] for label in terms[2]], y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x_bar, w = ctx.saved_tensors
+        x_term, w_term, y_term = ctx.terms
+        gx = None if w is None else torch.einsum(f"{y_term},{w_term}->{x_term}", g, w.to(g.dtype))
+        gw = None if x_bar is None else torch.einsum(f"{y_term},{x_term}->{w_term}", g, x_bar)
+        return gx, gw, None, None, None
+
+
+@rule(torch.einsum, any_layout=True)
+def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Contract the channels of a map with a plain tensor; a contraction of two maps is attention."""
+    equation, *operands = args
+    operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+        return NotImplemented
+    if all(is_live(v) for v in operands):
+        return REGION_ENDS
+    inputs, _, y_term = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    place = 0 if is_live(operands[0]) else 1
+    x, w = operands[place], operands[1 - place]
+    x_term, w_term = terms[place], terms[1 - place]
+    labels = [x_term[axis] for axis in (x.spatial.rows, x.spatial.columns)]
+    # Each label once, none summed in one operand alone, rows and columns through from x to y.
+    plain_sum = set(x_term) - set(w_term) - set(y_term) | set(w_term) - set(x_term) - set(y_term)
+    repeated = any(len(set(term)) < len(term) for term in (x_term, w_term, y_term))
+    if plain_sum or repeated or set(labels) & set(w_term) or not set(labels) <= set(y_term):
+        return NotImplemented
+    with torch.no_grad():
+        y = func(equation, *(pixels(v) for v in operands))
+        x_bar = mean(x).to(y.dtype) if w.requires_grad else None
+    layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
+    assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
+    carrier: Tensor = Einsum.apply(x.carrier, w, x_bar, (x_term, w_term, y_term), y)  # type: ignore[assignment]
+    assert list(carrier.shape) == layout.resize(y.shape, count_cells(spatial_size(x), x.patch))
+    return wrap(y, carrier, x.patch, x.choices, layout=layout)
