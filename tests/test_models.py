@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.errors import GradFilterError, MissingExtraError, ModelNameError, WeightsError
-from gradfilter.models import ModelInfo, find_models, make_model, torchvision_ops
+from gradfilter.models import ModelInfo, find_models, make_model, make_network, torchvision_ops
 from gradfilter.models.cifar_resnet import BasicBlock, CifarResNet
 from gradfilter.models.mcunet import InvertedResidual, MCUNet
 from gradfilter.models.registry import register
@@ -526,3 +526,43 @@ def test_pets_are_seen_as_cats_and_dogs(name: str, share: float, pet_images: lis
     # In the archive's naming, breeds of cats begin with a capital.
     truly_cat = torch.tensor([path.name[0].isupper() for path in pet_images])
     assert torch.where(truly_cat, is_cat, is_dog).float().mean() >= share
+
+
+# Networks of others
+
+
+@needs_timm
+def test_networks_by_name_and_prefix():
+    assert type(make_network("resnet18")).__module__.startswith("torchvision.")  # both packages have it
+    assert type(make_network("timm/resnet18")).__module__.startswith("timm.")
+    assert type(make_network("test_resnet", num_classes=3)).__module__.startswith("timm.")
+    assert isinstance(make_network("mcunet-in3"), MCUNet)
+
+
+@needs_timm
+@pytest.mark.parametrize("name", ["timm/test_resnet", "torchvision/squeezenet1_1", "cifar-resnet20"])
+def test_networks_leave_the_global_random_state_alone(name):
+    before = torch.get_rng_state()
+    first, second = make_network(name), make_network(name)
+    other = make_network(name, generator=seeded(5))
+    assert torch.equal(before, torch.get_rng_state())
+    a, b, c = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (first, second, other))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+@needs_timm
+@pytest.mark.parametrize("name", ["timm/resnet19", "torchvision/resnet19", "resnet19", "hub/resnet19"])
+def test_unknown_networks_name_near_ones(name):
+    with pytest.raises(ModelNameError, match=f"'{name}'.*'torchvision/resnet18', 'timm/resnet18'.*module:function"):
+        make_network(name)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("gradfilter.models.network.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(MissingExtraError, match="pip install timm"):
+        make_network("timm/resnet18")
+    with pytest.raises(MissingExtraError, match=r"none of ours \(cifar-resnet20.*pip install torchvision"):
+        make_network("resnet18")

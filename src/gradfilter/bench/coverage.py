@@ -163,22 +163,28 @@ def find_candidates() -> list[Candidate]:
         named = [f"timm/{name}" for name in TIMM_NAMED.get(family, "").split()]
         found.append(Candidate(f"timm {family}", members))
         found += [Candidate(f"timm {family}", [name]) for name in named]
-    families: dict[str, list[str]] = {}
+    families: dict[str, list[tuple[int, str]]] = {}
     for name in torchvision.models.list_models(module=torchvision.models):
         family = torchvision.models.get_model_builder(name).__module__.rpartition(".")[2]
-        families.setdefault(family, []).append(f"torchvision/{name}")
-    found += [Candidate(f"torchvision {family}", members) for family, members in families.items()]
+        parameters = torchvision.models.get_model_weights(name)["DEFAULT"].meta["num_params"]
+        families.setdefault(family, []).append((parameters, f"torchvision/{name}"))
+    found += [Candidate(f"torchvision {family}", [min(members)[1]]) for family, members in families.items()]
     found += [Candidate("torchvision segmentation", [f"torchvision/{name}"]) for name in SEGMENTATION]
     return [*found, Candidate("U-Net", [UNET])]
 
 
+def is_convolutional(model: nn.Module) -> bool:
+    """Tell whether a network has more convolutions than a patch embedding: two at least."""
+    return sum(isinstance(m, nn.Conv2d) for m in model.modules()) >= 2
+
+
 def find_by_size(members: Sequence[str]) -> dict[str, int]:
-    """Return parameters by name, fewest first, of networks that have more convolutions than a patch embedding: two at least."""
+    """Return parameters by name, fewest first, of the convolutional members of one of timm's families."""
     sizes: dict[str, int] = {}
     for name in members:
         with torch.device("meta"):  # shapes only
-            model = make_listed(name, **OPTIONS.get(name, {"num_classes": CLASSES}))
-        if sum(isinstance(m, nn.Conv2d) for m in model.modules()) >= 2:
+            model = make_listed(name, num_classes=CLASSES)
+        if is_convolutional(model):
             sizes[name] = sum(p.numel() for p in model.parameters())
     return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
@@ -186,17 +192,17 @@ def find_by_size(members: Sequence[str]) -> dict[str, int]:
 def make_smallest(members: Sequence[str], pixels: int) -> tuple[str, nn.Module]:
     """Return the smallest member of a family that runs on images of this size, with its name."""
     sizes = find_by_size(members) if len(members) > 1 else dict.fromkeys(members, 0)
-    if not sizes:
-        raise CannotRunError("no member has two convolutions")
     reasons = []
     for name in list(sizes)[:TRIES]:
         if sizes[name] > MOST_PARAMETERS:
             raise CannotRunError(f"{name} has {sizes[name] / 1e6:.0f} M parameters")
         try:
-            return name, make_runnable(name, pixels)
+            model = make_runnable(name, pixels)
+            if is_convolutional(model):
+                return name, model
         except CannotRunError as error:
             reasons.append(str(error))
-    raise CannotRunError(reasons[0])
+    raise CannotRunError(reasons[0] if reasons else "no member has two convolutions")
 
 
 def make_runnable(name: str, pixels: int) -> nn.Module:
