@@ -258,6 +258,12 @@ REARRANGED = {
         Function("mul_one_channel", lambda x, s: x[:, :1] * s, ((1, 4, 1, 1),)),
         Function("add_one_channel", lambda x, s: x[:, 2:3] + s, ((1, 4, 1, 1),)),
         Function("div_channel", lambda x, s: x / s, ((6, 1, 1),)),
+        Function("mean_channels", lambda x: x.mean(1, keepdim=True)),
+        Function("sum_some", lambda x: x.view(len(x), 2, 3, *x.shape[2:]).sum(2)),
+        Function("amax_channels", lambda x: torch.amax(x, 1, True)),
+        Function("max_channels", lambda x: torch.max(x, dim=1, keepdim=True)[0]),
+        Function("norm_channels", lambda x: x.norm(dim=1)[:, None]),
+        Function("std_nhwc", lambda x: x.permute(0, 2, 3, 1).std(-1).unsqueeze(1)),
         Function("relu_of_a_view", lambda x: F.relu((x * 1.0)[:, 1:], inplace=True)),
         Function("relu_of_nhwc", lambda x: F.relu((x * 1.0).permute(0, 2, 3, 1), inplace=True).permute(0, 3, 1, 2)),
     )

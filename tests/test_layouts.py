@@ -149,3 +149,29 @@ def test_crops_read_the_pixels_that_stay(size, patch, start, step):
     _, gx, _, g, out_patch = run_rule(f, x, [], patch)
     want_gx, _ = oracles.coarse_backward(f, x, [], g, clamp(patch, x), out_patch)
     torch.testing.assert_close(gx, want_gx, rtol=1e-9, atol=1e-9)
+
+
+REDUCTIONS = {
+    "mean": lambda x: x.mean((1, 2)),
+    "mean_tokens": lambda x: x.flatten(1, 2).mean(1),
+    "norm": lambda x: x.norm(p=2, dim=(1, 2), keepdim=True),
+    "amax": lambda x: x.amax((1, 2)),
+    "sum_all": lambda x: x.sum(),
+    "max_all": lambda x: x.max(),
+    "mean_all_but_one": lambda x: x.mean((0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@settings(deadline=None, max_examples=15)
+@given(size=sizes, patch=sides)
+def test_reductions_over_space_leave_from_any_layout(name, size, patch):
+    f = lambda x: REDUCTIONS[name](x.permute(0, 2, 3, 1))  # noqa: E731
+    x = draw(2, CHANNELS, *size).requires_grad_()
+    y, expected = f(enter(x, choose(patch)) * 1.0), f(x)
+    assert type(y) is Tensor
+    torch.testing.assert_close(y.detach(), expected.detach(), rtol=0, atol=1e-14)
+    gy = draw(1, *y.shape, seed=3)[0]
+    (got,), (want,) = torch.autograd.grad(y, x, gy), torch.autograd.grad(expected, x, gy)
+    p = clamp(patch, x)
+    torch.testing.assert_close(oracles.pool(got, p, "sum"), oracles.pool(want, p, "sum"))

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
 
 class ChannelNorm(Function):
@@ -141,11 +141,13 @@ class LogSoftmax(Softmax):
 
 @rule(*find_functions("softmax", "log_softmax", inplace=False), any_layout=True)
 def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a softmax over another axis than rows and columns; over those it is an exit."""
+    """Run a softmax over another axis than rows and columns; over those it is attention, at which the region ends."""
     x: PatchTensor = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not is_live(x) or not isinstance(dim, int) or dim % x.dim() in x.spatial.axes:
+    if not is_live(x) or not isinstance(dim, int):
         return NotImplemented
+    if dim % x.dim() in x.spatial.axes:
+        return REGION_ENDS
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
         log = func.__name__ == "log_softmax"

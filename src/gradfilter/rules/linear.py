@@ -79,11 +79,11 @@ def run_linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
 
 @rule(*find_functions("matmul", "__matmul__", "bmm", inplace=False), any_layout=True)
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Map the channels by a matrix on the right; the product of two maps is attention, at which the region ends."""
+    """Map the channels by a matrix on the right; any other product is attention, at which the region ends."""
     x, other = args
-    if is_live(x) and is_live(other):
+    if not is_live(x) or is_live(other) or other.dim() != 2:
         return REGION_ENDS
-    if kwargs or not is_live(x) or other.dim() != 2:
+    if kwargs:
         return NotImplemented
     return run_linear(lambda value, weight, _: func(value, weight.t()), x, other.t())
 

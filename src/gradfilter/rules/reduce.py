@@ -1,7 +1,9 @@
-"""Reductions over space at patch resolution: where most regions end."""
+"""Reductions at patch resolution: over space, where most regions end, and over channels, where they go on."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,38 +12,37 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfilter.patches import Pair, make_areas, map_size, pool_sum
-from gradfilter.rules.elementwise import unchanged
-from gradfilter.tensor import PatchTensor, coarse, is_live, pixels, rule
+from gradfilter.patches import Layout, Pair, count_cells, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.rules.elementwise import elementwise, unchanged
+from gradfilter.rules.functions import find_functions
+from gradfilter.tensor import PatchTensor, coarse, is_live, make_carrier, pixels, rule, spatial_size, wrap
 
 
 class Spread(Function):
-    """Leave a region through the sum or the mean over space.
+    """Leave a region through the sum or the mean over space, and perhaps other axes.
 
-    Equation: G = gy·|I|, for the mean gy·|I|/(H·W).
+    Equation: G = gy·|I|, for the mean gy·|I| over the number of values.
     Cost: nothing to speak of; saves nothing.
     Exact when: always.
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, y: tuple[Tensor], size: Pair, patch: Pair, is_mean: bool) -> Tensor:
-        ctx.shape, ctx.size, ctx.patch, ctx.is_mean = carrier.shape, size, patch, is_mean
+    def forward(
+        ctx: Any, carrier: Tensor, y: tuple[Tensor], size: Pair, patch: Pair, layout: Layout, kept: list[int], count: int
+    ) -> Tensor:
+        ctx.shape, ctx.size, ctx.patch, ctx.layout, ctx.kept, ctx.count = carrier.shape, size, patch, layout, kept, count
         return y[0]
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        areas = make_areas(ctx.size, ctx.patch, gy) / (ctx.size[0] * ctx.size[1] if ctx.is_mean else 1)
-        return (gy.reshape(*ctx.shape[:2], 1, 1) * areas).expand(ctx.shape), None, None, None, None
-
-
-def spread_over_space(x: PatchTensor, y: Tensor, *, is_mean: bool) -> Any:
-    """Give y, the sums or means of x over space in any shape, its gradient."""
-    return Spread.apply(x.carrier, (y,), map_size(x), x.patch, is_mean)
+        gy = gy.reshape(ctx.kept)
+        areas = make_areas(ctx.size, ctx.patch, gy.expand(ctx.shape), ctx.layout)
+        return (gy * (areas / ctx.count)).expand(ctx.shape), None, None, None, None, None, None
 
 
 class Reduction(Function):
-    """Leave a region through any function of each channel of each image.
+    """Leave a region through any function of each channel of each image, or of all of them.
 
     Equation: G = gy · Σ over the patch of ∂y/∂x.
     Cost: one product; saves the sums, one number per cell.
@@ -49,25 +50,85 @@ class Reduction(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, derivative: Tensor, y: tuple[Tensor]) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, derivative: Tensor, y: tuple[Tensor], kept: list[int]) -> Tensor:
         ctx.save_for_backward(derivative)
+        ctx.kept = kept
         return y[0]
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
         (derivative,) = ctx.saved_tensors
-        return gy.reshape(*derivative.shape[:2], 1, 1) * derivative, None, None
+        return gy.reshape(ctx.kept) * derivative, None, None, None
 
 
-def reduce_over_space(x: PatchTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a reduction of x; autograd itself gives the derivative, of which the patch sums are kept."""
+class ChannelReduction(Function):
+    """Carry a gradient back through a reduction of the channels of each pixel.
+
+    Equation: Gx = G · D with D the mean over the patch of ∂y/∂x; for a sum D is 1, for a mean 1 over their number.
+    Cost: one product; saves D, one number per cell and channel, but for sums and means.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, derivative: Tensor | None, factor: float, kept: list[int], shape: list[int], y: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(derivative)
+        ctx.factor, ctx.kept, ctx.shape = factor, kept, carrier.shape
+        return make_carrier(shape, y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (derivative,) = ctx.saved_tensors
+        g = g.reshape(ctx.kept) * (ctx.factor if derivative is None else derivative)
+        return g.expand(ctx.shape), None, None, None, None, None
+
+
+def differentiate(func: Callable[[Tensor], Tensor], x: PatchTensor) -> tuple[Tensor, Tensor]:
+    """Return a reduction of x and its derivative at every pixel, which autograd itself gives."""
     z = pixels(x).detach().requires_grad_()
     # What autograd saves here is gone a line later: checkpoints and offloaders that watch saved tensors need not see it.
     with torch.enable_grad(), saved_tensors_hooks(unchanged, unchanged):
-        y = func(z, *args, **kwargs)
+        y = func(z)
         (derivative,) = torch.autograd.grad(y, z, torch.ones_like(y))
-    return Reduction.apply(x.carrier, pool_sum(derivative, x.patch), (y.detach(),))
+    return y.detach(), derivative
+
+
+def run_reduction(func: Callable[[Tensor], Tensor], x: PatchTensor, axes: set[int], kind: str) -> Any:
+    """Return func(x), which reduces x over some axes: both spatial ones, or none of them.
+
+    Args:
+        func: The reduction.
+        x: Its input.
+        axes: The axes that it reduces.
+        kind: "sum" and "mean" need no derivative.
+    """
+    spatial = set(x.spatial.axes)
+    over_space = spatial <= axes
+    if not over_space and spatial & axes:
+        return NotImplemented
+    count = math.prod(x.shape[axis] for axis in axes) if kind == "mean" else 1
+    derivative = None
+    if kind in ("sum", "mean"):
+        with torch.no_grad():
+            y = func(pixels(x))
+    else:
+        y, derivative = differentiate(func, x)
+    kept = [1 if axis in axes else n for axis, n in enumerate(x.carrier.shape)]
+    if over_space and derivative is None:
+        return Spread.apply(x.carrier, (y,), spatial_size(x), x.patch, x.spatial, kept, count)
+    if over_space:
+        assert derivative is not None
+        return Reduction.apply(x.carrier, pool_sum(derivative, x.patch, x.spatial), (y,), kept)
+    removed = 0 if y.dim() == x.dim() else 1
+    rows, columns = (a - removed * sum(axis < a for axis in axes) for a in (x.spatial.rows, x.spatial.columns))
+    layout = Layout(rows, columns, x.spatial.tokens, x.spatial.prefix)
+    shape = layout.resize(y.shape, count_cells(spatial_size(x), x.patch))
+    slopes = None if derivative is None else pool_mean(derivative, x.patch, x.spatial)
+    carrier: Tensor = ChannelReduction.apply(x.carrier, slopes, 1 / count, kept, shape, y)  # type: ignore[assignment]
+    return wrap(y, carrier, x.patch, x.choices, layout=layout)
 
 
 DIM_PLACES = {
@@ -78,20 +139,40 @@ DIM_PLACES = {
 """Reductions over given axes, and where among their arguments those are."""
 
 
-@rule(*DIM_PLACES)
-def over_space(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reduce over both spatial axes; other axes are an exit."""
+def find_axes(x: Tensor, dim: Any) -> set[int] | None:
+    """Return the axes that a `dim` argument names, all where it names none; `None` for what is no axes."""
+    if dim is None or dim == ():
+        return set(range(x.dim()))
+    dims = dim if isinstance(dim, (tuple, list)) else [dim]
+    return {d % x.dim() for d in dims} if all(type(d) is int for d in dims) else None
+
+
+@rule(*DIM_PLACES, any_layout=True)
+def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduce over both spatial axes, or over others; over one of the two it is an exit."""
     if not args or not is_live(args[0]) or kwargs.get("out") is not None:
         return NotImplemented
     x, place = args[0], DIM_PLACES[func]
-    dim = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
-    if not isinstance(dim, (tuple, list)) or sorted(d % 4 for d in dim) != [2, 3]:
+    axes = find_axes(x, args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis")))
+    if axes is None:
         return NotImplemented
-    if func.__name__ not in ("sum", "mean"):
-        return reduce_over_space(x, func, args[1:], kwargs)
+    return run_reduction(lambda z: func(z, *args[1:], **kwargs), x, axes, func.__name__)
+
+
+@rule(*find_functions("max", "min", inplace=False), any_layout=True)
+def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the larger or smaller of two maps, or the largest or smallest value of one over all axes or over one."""
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        return elementwise(func, args, kwargs)
+    if not args or not is_live(args[0]) or kwargs.get("out") is not None:
+        return NotImplemented
+    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is None:
+        return run_reduction(func, x, set(range(x.dim())), func.__name__)
     with torch.no_grad():
-        y = func(pixels(x), *args[1:], **kwargs)
-    return spread_over_space(x, y, is_mean=func.__name__ == "mean")
+        both = func(pixels(x), *args[1:], **kwargs)
+    values = run_reduction(lambda z: func(z, *args[1:], **kwargs)[0], x, {dim % x.dim()}, func.__name__)
+    return NotImplemented if values is NotImplemented else type(both)((values, both[1]))
 
 
 def fill_size(output_size: Any, x: Tensor) -> Pair:
@@ -107,4 +188,4 @@ def adaptive_max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     x, output_size = args[0], args[1] if len(args) > 1 else kwargs["output_size"]
     if not is_live(x) or fill_size(output_size, x) != (1, 1):
         return NotImplemented
-    return reduce_over_space(x, func, (output_size,), {})
+    return run_reduction(lambda z: func(z, output_size), x, {2, 3}, "max")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.patches import Matrix, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.rules.conv import as_pair
-from gradfilter.rules.reduce import fill_size, spread_over_space
+from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import AxisMap, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
 
@@ -115,10 +115,10 @@ def adaptive_avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     size = fill_size(output_size, x)
     if size != (1, 1) and size == map_size(x):
         return finish(x, pixels(x).clone(), x.carrier)
+    if size == (1, 1):
+        return run_reduction(lambda z: func(z, output_size), x, {2, 3}, "mean")
     with torch.no_grad():
         y = func(pixels(x), output_size)
-    if size == (1, 1):
-        return spread_over_space(x, y, is_mean=True)
     return map_axes(x, y, lambda i, *patch: adaptive_pool_axis(x.shape[2 + i], size[i], *patch))
 
 

@@ -116,6 +116,13 @@ def align(shape: Sequence[int], wanted: Sequence[int], layout: Layout) -> Layout
     return None if whole is None else Layout(whole, whole, size)
 
 
+def takes_shape(func: Any, args: tuple[Any, ...]) -> Any:
+    """Give a plain tensor the shape of a PatchTensor, which has no other part in it."""
+    if type(args[0]) is PatchTensor or len(args) != 2 or not is_live(args[1]):
+        return NotImplemented
+    return func(args[0], pixels(args[1]))
+
+
 @rule(*find_functions("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", inplace=False), any_layout=True)
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Split and merge axes, rows and columns staying whole or merging into tokens; a flat feature vector ends the region.
@@ -124,7 +131,7 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     x = args[0]
     if not is_live(x):
-        return NotImplemented
+        return takes_shape(func, args)
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
     if y.dtype != x.dtype:
@@ -146,7 +153,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     x = args[0]
     if not is_live(x):
-        return NotImplemented
+        return takes_shape(func, args)
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
     layout = move_layout(x.spatial, y.dim() - x.dim())
