@@ -129,9 +129,10 @@ def measure(only: str = "*", sample: int | None = None, pixels: int = 96) -> Rep
         try:
             rows.append(measure_candidate(candidate, pixels))
             print(*rows[-1].to_cells()[1:], sep=" | ", file=sys.stderr)
-        except CannotRunError as error:
-            left_out.append(f"{candidate.family}: {error}")
-            print(error, file=sys.stderr)
+        except Exception as error:  # one network must not cost the table
+            reason = str(error) if isinstance(error, CannotRunError) else shorten(error)
+            left_out.append(f"{candidate.family}: {reason}")
+            print(reason, file=sys.stderr)
         gc.collect()
     report.rows = [row.to_cells() for row in rows]
     report.remarks = [*make_remarks(rows), "Left out: " + "; ".join(left_out) if left_out else "No family was left out."]
