@@ -511,7 +511,7 @@ def test_describe_without_a_plan():
 def test_describe_before_and_after_a_forward():
     net = gf.apply_(make_net(), gf.Plan({"block2.conv1": gf.Backward(patch=(2, 3)), "fc": gf.Backward()}))
     text = gf.describe(net)
-    assert text.splitlines()[0] == "Net: 1 convolution at patch resolution, rest frozen, batch norm eval"
+    assert text.splitlines()[0] == "Net: 1 layer at patch resolution, rest frozen, batch norm eval"
     assert text.splitlines()[1].split() == ["layer", "backward", "patch", "trained"]
     assert "block2.conv1  patch (2, 3)  ?      weight" in text
     assert "none seen yet; run a forward pass" in text
@@ -520,8 +520,11 @@ def test_describe_before_and_after_a_forward():
     text = gf.describe(net)
     assert "block2.conv1  patch (2, 3)  2x3    weight" in text
     assert "none seen yet" not in text
-    assert "exit" not in text
-    assert [line.split()[0] for line in text.splitlines()[3:]] == ["block2.conv1", "block2.bn1", "fc"]
+    assert [line.split()[0] for line in text.splitlines()[3:-2]] == ["block2.conv1", "block2.bn1", "fc"]
+    assert text.splitlines()[-2:] == [
+        "region: block2.conv1",
+        "  exit at the mean over space behind block2.conv1: expected",
+    ]
 
 
 def test_describe_is_not_changed_by_a_forward_without_gradients():
@@ -552,10 +555,13 @@ def test_describe_lists_exits_with_layer_function_and_reason():
     net.fc = nn.Linear(7 * 5 * 4, 3, dtype=torch.float64)
     with pytest.warns(ExitWarning):
         net(make_images())
-    exits = [line for line in gf.describe(net).splitlines() if line.startswith("exit")]
-    assert exits == [
-        "exit behind block1.conv2: torch.sort (it has no patch rule)",
-        "exit behind block2.conv2: torch.Tensor.flatten (expected)",
+    lines = gf.describe(net).splitlines()
+    assert lines[lines.index("region: stem.0 to block1.conv2 (3 layers)") :] == [
+        "region: stem.0 to block1.conv2 (3 layers)",
+        "  exit at torch.sort behind block1.conv2: it has no patch rule",
+        "region: block2.downsample.0",
+        "region: block2.conv1 to block2.conv2 (2 layers)",
+        "  exit at torch.Tensor.flatten behind block2.conv2: expected",
     ]
 
 
@@ -563,7 +569,7 @@ def test_describe_tells_a_case_that_a_rule_does_not_cover():
     net = applied(make_net(Pools()), gf.Backward(patch=2))
     with pytest.warns(ExitWarning, match="does not cover these arguments"):
         net(make_images())
-    assert "adaptive_max_pool2d (its patch rule does not cover these arguments)" in gf.describe(net)
+    assert "adaptive_max_pool2d behind block1.conv2: its patch rule does not cover these arguments" in gf.describe(net)
 
 
 class Pools(nn.Module):

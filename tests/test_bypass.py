@@ -225,7 +225,7 @@ def test_retain_grad_gives_the_gradient_of_the_pixels():
 def test_watching_a_gradient_is_listed_and_does_not_warn():
     net = applied(make_net(Watch()), gf.Backward(patch=2))
     gradients(net)
-    assert "exit behind block1.conv2: torch.Tensor.retain_grad (expected)" in gf.describe(net)
+    assert "exit at torch.Tensor.retain_grad behind block1.conv2: expected" in gf.describe(net)
 
 
 @pytest.mark.parametrize("watch", ["retain_grad", "register_hook"])

@@ -45,8 +45,8 @@ def test_an_unknown_function_warns_once_with_its_name_and_layer_and_is_exact():
     assert len(messages) == 1
     assert "'block1.conv2' ends at torch.sort: it has no patch rule" in messages[0]
     assert_close(got, gradients(plain(net)))
-    exits = [line for line in gf.describe(model).splitlines() if line.startswith("exit")]
-    assert exits == [f"exit behind block1.conv2: torch.{name} (it has no patch rule)" for name in ("sort", "cumsum")]
+    exits = [line for line in gf.describe(model).splitlines() if "no patch rule" in line]
+    assert exits == [f"  exit at torch.{name} behind block1.conv2: it has no patch rule" for name in ("sort", "cumsum")]
 
 
 def test_the_warning_points_at_the_line_that_left_the_region():
@@ -88,7 +88,7 @@ def ask_metadata(x: Tensor) -> Tensor:
 def test_asking_for_metadata_is_no_exit():
     model = applied(make_net(Run(ask_metadata)), gf.Backward(patch=2))
     got = gradients(model)
-    assert "exit" not in gf.describe(model)
+    assert gf.describe(model).count("exit") == gf.describe(model).count("exit at the mean over space") == 1
     assert_close(got, gradients(applied(make_net(), gf.Backward(patch=2))), 0)
 
 

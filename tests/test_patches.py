@@ -68,7 +68,7 @@ def test_lift_is_a_convolution_with_the_tap_matrices(axis):
     padded = torch.nn.functional.pad(x, (lift.before, lift.after))
     for u in range(axis.kernel):
         kernel = torch.tensor(lift.matrix[:, u])[None, None]
-        coarse = torch.nn.functional.conv1d(padded, kernel, stride=lift.stride)
+        coarse = torch.nn.functional.conv1d(padded, kernel, stride=lift.stride, dilation=lift.dilation)
         torch.testing.assert_close(coarse[0, 0], taps[u] @ x[0, 0])
 
 
@@ -79,10 +79,13 @@ def test_lift_exists_where_all_patches_are_whole(size, regular):
 
 
 def test_lift_of_patch_one_is_the_kernel_itself():
-    axis = Axis(kernel=5, stride=2, dilation=1, before=2, in_size=13, out_size=7, in_patch=1, out_patch=1)
-    lift = patches.lift_axis(axis)
-    assert lift is not None
-    assert lift.is_identity
+    for dilation in (1, 36):
+        size = 13 * dilation
+        axis = Axis(5, 2, dilation, 2 * dilation, in_size=size, out_size=(size + 1) // 2, in_patch=1, out_patch=1)
+        lift = patches.lift_axis(axis)
+        assert lift is not None
+        assert lift.is_identity
+        assert lift.dilation == dilation
 
 
 @quick

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.errors import InputError, PlanError
-from gradfilter.patches import Pair, map_size
-from gradfilter.plan import Backward, Plan, Resolved, resolve
-from gradfilter.tensor import Choices, Log, enter, is_live, is_traced, plain_torch, regrid
+from gradfilter.patches import MAP, Layout, Pair, make_pair, map_size
+from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
+from gradfilter.regions import Choices, Log
+from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, plain_torch, regrid
 
 
 @dataclass
@@ -52,7 +56,14 @@ class Hook(ABC):
 
 @dataclass
 class ImageSize(Hook):
-    """Forward pre-hook on the model: notes the size of the network's input, to which a grid refers."""
+    """Forward pre-hook and hook on the model: notes the size of the network's input, to which a grid refers.
+
+    After the first forward it searches the graph for exits that no torch function has told of.
+    """
+
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        self.handles.append(module.register_forward_hook(self.search))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -60,12 +71,41 @@ class ImageSize(Hook):
                 if isinstance(value, Tensor) and value.dim() == 4:
                     self.applied.image = map_size(value)
                     break
-            self.applied.log.exits.clear()
+            self.applied.log.start()
+
+    def search(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the exits by code that by-passes torch functions: they are right, but nobody would know of them."""
+        log = self.applied.log
+        if torch.is_grad_enabled() and log.regions and not log.checked and not is_traced():
+            log.checked = True
+            for consumer, node in find_exits(output):
+                if not hasattr(node, "noted"):
+                    log.note(node.choices.layer, consumer, "it is no torch function, but code that runs its own backward")
+
+
+def find_exits(output: Any) -> list[tuple[str, Any]]:
+    """List the places in the graph of an output where a region ends, each with the function it ends at."""
+    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(todo), []
+    while todo:
+        node = todo.pop()
+        for child, _ in node.next_functions:
+            if isinstance(child, EXIT_NODES):
+                found.append((re.sub(r"Backward\d*$", "", node.name()), child))
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return found
 
 
 @dataclass
-class PlannedConv(Hook):
-    """Forward pre-hook on a planned convolution: brings its input to patch resolution, under the layer's choices."""
+class PlannedLayer(Hook):
+    """Forward pre-hook on a planned layer: brings its input to patch resolution, under the layer's choices.
+
+    A convolution enters a region, or joins the one its input comes from. A Linear layer joins, and enters where the plan says
+    how large the grid of its tokens is.
+    """
 
     layer: str
     backward: Backward
@@ -80,37 +120,59 @@ class PlannedConv(Hook):
             x = args[0] if key is None else kwargs.get(key)
             if not isinstance(x, Tensor):
                 return None  # not for us: the layer itself says what is wrong
-            if self.applied.image and x.dim() == 4 and not is_in_backward():
-                self.images[map_size(x)] = self.applied.image
+            if self.applied.image and not is_in_backward():
+                layout = self.find_layout(module, x)
+                if layout is not None:
+                    self.images[layout.size(x.shape)] = self.applied.image
             if not torch.is_grad_enabled():
                 return None
             if not x.requires_grad and not any(p.requires_grad for p in module.parameters()):
                 return None
-            self.check(x)
-            if map_size(x) == (1, 1) and not is_live(x) and not is_traced():
-                return None  # One pixel (squeeze-excite): nothing to pool, and torch's own graph is the lighter one.
-            choices = self.choose(x)
-            patch = choices.tiling.patch_for(map_size(x))
+            layout = self.find_layout(module, x)
+            if layout is None:
+                return None
+            self.check(module, x)
+            choices = self.choose(x, layout)
+            patch = choices.tiling.patch_for(layout.size(x.shape))
             self.applied.patches[self.layer] = patch
-            x = regrid(x, patch, choices) if is_live(x) else enter(x, choices)
+            self.applied.log.join(choices.region, self.layer)
+            x = regrid(x, patch, choices) if is_live(x) else enter(x, choices, layout)
         return ((x, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: x})
 
-    def choose(self, x: Tensor) -> Choices:
+    def find_layout(self, module: nn.Module, x: Tensor) -> Layout | None:
+        """Return which axes of x are rows and columns; `None` where there is nothing to pool, and the layer runs as it is."""
+        if is_live(x):
+            return x.spatial
+        if isinstance(module, Conv):
+            # One pixel (squeeze-excite): nothing to pool, and torch's own graph is the lighter one.
+            return None if x.dim() == 4 and map_size(x) == (1, 1) and not is_traced() else MAP
+        if self.backward.tokens is None or x.dim() not in (3, 4):
+            return None
+        if x.dim() == 4:
+            return Layout(1, 2)
+        h, w = make_pair(self.backward.tokens)
+        prefix = x.shape[1] - h * w
+        return Layout(1, 1, (h, w), prefix) if 0 <= prefix <= MOST_PREFIX else None
+
+    def choose(self, x: Tensor, layout: Layout) -> Choices:
         """Return the layer's choices for the image at hand.
 
         That is the image from which x comes: a checkpoint may run a part again when the next image has passed. A plain
         tensor says nothing of its image, but a map of its size was seen in the forward. A part called on its own takes its
         own input for the image.
         """
-        image = x.choices.tiling.image if is_live(x) else None
-        tiling = self.backward.make_tiling(image or self.images.get(map_size(x), map_size(x)))
-        if self.choices is None or self.choices.tiling != tiling:
-            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log)
+        size = layout.size(x.shape)
+        live = is_live(x)
+        image = x.choices.tiling.image if live else None
+        tiling = self.backward.make_tiling(image or self.images.get(size, size))
+        region = x.choices.region if live else self.layer
+        if self.choices is None or self.choices.tiling != tiling or self.choices.region != region:
+            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log, region)
         return self.choices
 
-    def check(self, x: Tensor) -> None:
+    def check(self, module: nn.Module, x: Tensor) -> None:
         """Refuse what cannot be pooled over space."""
-        if x.dim() != 4:
+        if x.dim() != 4 and isinstance(module, Conv):
             raise InputError(
                 f"layer '{self.layer}' got a tensor of shape {list(x.shape)}. Patches need a batch of maps [N, C, H, W]: "
                 "add the missing axes, e.g. x[None] for a single image."
@@ -192,8 +254,8 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
     ImageSize(applied).attach(model)
-    for name, backward in resolved.convs.items():
-        PlannedConv(applied, name, backward).attach(model.get_submodule(name))
+    for name, backward in (*resolved.convs.items(), *resolved.linears.items()):
+        PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
     for name in resolved.frozen_norms:
         FrozenStatistics(applied).attach(model.get_submodule(name))
     return model
@@ -231,23 +293,25 @@ def remove_(model: nn.Module) -> nn.Module:
 
 
 def describe(model: nn.Module) -> str:
-    """Return the plan in force as a table: layer, backward, patch, trained parameters; then every exit and its cause.
+    """Return the plan in force as a table: layer, backward, patch, trained parameters; then each region and its exits.
 
-    Patch sizes and exits are those of the latest forward pass with gradients.
+    Patch sizes, regions and exits are those of the latest forward pass with gradients.
     """
     applied = find_applied(model)
     if applied is None:
         return f"{type(model).__name__}: no plan applied."
     plan = applied.plan
-    count = len(applied.resolved.convs)
-    title = f"{type(model).__name__}: {count} convolution{'s' * (count != 1)} at patch resolution, rest {plan.rest}, "
+    layers = {**applied.resolved.convs, **applied.resolved.linears}
+    # A Linear layer behind the last region, the classifier say, is trained exactly.
+    planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
+    title = f"{type(model).__name__}: {count(planned, 'layer')} at patch resolution, rest {plan.rest}, "
     rows = [("layer", "backward", "patch", "trained")]
-    for name, backward in applied.resolved.convs.items():
+    for name in planned:
         own = model.get_submodule(name).named_parameters(recurse=False)
         trained = " ".join(key for key, p in own if p.requires_grad) or "-"
-        rows.append((name or "(model)", str(backward), describe_patch(backward, applied.patches.get(name)), trained))
+        rows.append((name or "(model)", str(layers[name]), describe_patch(layers[name], applied.patches.get(name)), trained))
     for name, module in model.named_modules():
-        if name in applied.resolved.trained and name not in applied.resolved.convs:
+        if name in applied.resolved.trained and name not in planned:
             trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
             if trained:
                 rows.append((name or "(model)", "-", "-", trained))
@@ -255,11 +319,30 @@ def describe(model: nn.Module) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines.insert(0, f"{title}batch norm {plan.batch_norm}")
-    if not applied.patches:
-        lines.append("exits: none seen yet; run a forward pass")
-    for (layer, function), reason in applied.log.exits.items():
-        lines.append(f"exit behind {layer}: {function} ({reason})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe_regions(applied.log)])
+
+
+def count(items: Sized, noun: str) -> str:
+    """Return how many there are, in words that fit."""
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
+
+
+def describe_regions(log: Log) -> list[str]:
+    """Return a line for each region, and one for each function at which it ends: where, and why."""
+    if not log.regions:
+        return ["regions: none seen yet; run a forward pass"]
+    lines = []
+    for region, layers in log.regions.items():
+        *_, last = layers
+        lines.append(f"region: {region or '(model)'}" + (f" to {last} ({count(layers, 'layer')})" if len(layers) > 1 else ""))
+        ends: dict[tuple[str, str], list[str]] = {}
+        for (layer, function), reason in log.exits.items():
+            if layer in layers:
+                ends.setdefault((function, reason), []).append(layer or "(model)")
+        for (function, reason), places in ends.items():
+            shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+            lines.append(f"  exit at {function} behind {shown}: {reason}")
+    return lines
 
 
 def describe_patch(backward: Backward, patch: Pair | None) -> str:

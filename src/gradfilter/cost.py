@@ -34,7 +34,8 @@ def count_saved(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
     held: weakref.WeakSet[Held] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> Held:
-        entry = Held(tensor)
+        with plain_torch():
+            entry = Held(tensor.detach())  # without its place in the graph: a function that saves its result would hold itself
         held.add(entry)
         return entry
 

@@ -301,12 +301,14 @@ class Lift:
     Attributes:
         matrix: A [coarse taps, taps]; the coarse kernel of one axis is A times the kernel.
         stride: Coarse stride s·ro/ri; of a transposed convolution ro/(s·ri).
+        dilation: Cells between coarse taps.
         before: Coarse zero padding before the first cell.
         after: Coarse padding after the last cell; negative where the last cells are not read.
     """
 
     matrix: Matrix
     stride: int
+    dilation: int
     before: int
     after: int
 
@@ -386,7 +388,8 @@ def lift_axis(axis: Axis) -> Lift | None:
     column = np.arange(in_cells) - stride * np.arange(out_cells)[:, None] - first
     inside = (column >= 0) & (column < len(matrix))
     toeplitz = np.where(inside, matrix[np.clip(column, 0, len(matrix) - 1)].transpose(2, 0, 1), 0.0)
-    lift = Lift(matrix, stride, -first, (out_cells - 1) * stride + len(matrix) + first - in_cells)
+    spacing = int(np.gcd.reduce(np.flatnonzero(matrix.any(1)))) or 1  # that of a dilated kernel, where patches are small
+    lift = Lift(matrix[::spacing], stride, spacing, -first, (out_cells - 1) * stride + len(matrix) + first - in_cells)
     crops_all = min(lift.before, lift.after) <= -in_cells
     return lift if not crops_all and np.allclose(toeplitz, taps, rtol=0, atol=1e-12) else None
 

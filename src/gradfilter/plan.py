@@ -19,6 +19,8 @@ from gradfilter.errors import PlanError
 from gradfilter.patches import Pair, Tiling, make_pair
 
 DEFAULT_GRID = 4
+MOST_PREFIX = 16
+"""So many tokens may stand in front of a grid of tokens: class and register tokens."""
 LAST = re.compile(r"last (\d+)")
 SHORTCUTS = ("downsample", "shortcut")
 """Names of modules whose convolutions the papers do not count among the last n: they run beside a block, not in it."""
@@ -32,11 +34,15 @@ class Backward:
         patch: Side of the square patch in pixels of the layer's own map, or `(h, w)`. 1 is exact backprop.
         grid: Patches per side, the same at every resolution, or `(h, w)`. The default is 4.
         kernel: "lift" for the best coarse kernel, "lumped" for the kernel's sum, as in the gradient-filtering paper.
+        tokens: Size of the grid of tokens, a side or `(h, w)`: filters the Linear layers of vision transformers and mixers,
+            which see tokens [N, L, C] or maps [N, H, W, C]. Up to `MOST_PREFIX` tokens in front of the grid (a class token)
+            are patches by themselves. Without it a Linear layer is filtered inside a region that a convolution has entered.
     """
 
     patch: int | Pair | None = None
     grid: int | Pair | None = None
     kernel: Literal["lift", "lumped"] = "lift"
+    tokens: int | Pair | None = None
 
     def __post_init__(self) -> None:
         """Check the choices, and fill in the default grid."""
@@ -46,7 +52,7 @@ class Backward:
             )
         if self.patch is None and self.grid is None:
             object.__setattr__(self, "grid", DEFAULT_GRID)
-        for name in ("patch", "grid"):
+        for name in ("patch", "grid", "tokens"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_size(name, value))
         if self.kernel not in ("lift", "lumped"):
@@ -62,6 +68,7 @@ class Backward:
     def __str__(self) -> str:
         """Return the choices as a user would write them."""
         size = f"patch {self.patch}" if self.patch is not None else f"grid {self.grid}"
+        size += f" tokens {self.tokens}" if self.tokens is not None else ""
         return size if self.kernel == "lift" else f"{size} {self.kernel}"
 
 
@@ -160,14 +167,14 @@ class Plan:
 
 def backward_to_dict(backward: Backward) -> dict[str, Any]:
     """Return a `Backward` as plain data, defaults left out."""
-    data: dict[str, Any] = {"patch": backward.patch} if backward.patch is not None else {"grid": backward.grid}
-    data = {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
+    data = {key: getattr(backward, key) for key in ("patch", "grid", "tokens")}
+    data = {key: list(value) if isinstance(value, tuple) else value for key, value in data.items() if value is not None}
     return data if backward.kernel == "lift" else {**data, "kernel": backward.kernel}
 
 
 def backward_from_dict(pattern: Any, choices: Any) -> Backward:
     """Return a `Backward` from plain data."""
-    known = {"patch", "grid", "kernel"}
+    known = {"patch", "grid", "kernel", "tokens"}
     if not isinstance(choices, (dict, type(None))) or set(choices or {}) - known:
         raise PlanError(
             f"plan pattern {pattern!r} has the choices {choices!r}. Give a mapping with {', '.join(sorted(known))}."
@@ -181,18 +188,24 @@ class Resolved:
 
     Attributes:
         convs: The convolutions that run at patch resolution, and how.
+        linears: The Linear layers that do so where their input is a map or a grid of tokens, and how.
         trained: The modules whose own parameters are trained.
         frozen_norms: The batch norms whose statistics do not move.
     """
 
     convs: dict[str, Backward]
+    linears: dict[str, Backward]
     trained: frozenset[str]
     frozen_norms: tuple[str, ...]
 
 
-def find_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
+Conv = nn.Conv2d | nn.ConvTranspose2d
+"""The layers at which a region is entered."""
+
+
+def find_layers(model: nn.Module) -> dict[str, Conv | nn.Linear]:
     """List the layers a plan can name, in the order of registration."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    return {name: m for name, m in model.named_modules() if isinstance(m, Conv | nn.Linear)}
 
 
 def find_norms(model: nn.Module) -> dict[str, str]:
@@ -205,11 +218,11 @@ def find_norms(model: nn.Module) -> dict[str, str]:
         prefix = f"{parent}." if parent else ""
         waiting: list[tuple[str, int]] = []
         for name, child in module.named_children():
-            if isinstance(child, nn.Conv2d):
+            if isinstance(child, Conv):
                 waiting.append((prefix + name, child.out_channels))
             channels = getattr(child, "num_features", getattr(child, "num_channels", None))
             claim = next((pair for pair in waiting if pair[1] == channels), None)
-            if claim and not isinstance(child, nn.Conv2d):
+            if claim and not isinstance(child, Conv):
                 waiting.remove(claim)
                 pairs[prefix + name] = claim[0]
     return pairs
@@ -218,7 +231,7 @@ def find_norms(model: nn.Module) -> dict[str, str]:
 def find_last(model: nn.Module, n: int) -> frozenset[str]:
     """Return the last n convolutions, shortcut projections left out, and the classifier: the last Linear."""
     layers = find_layers(model)
-    convs = [k for k, m in layers.items() if isinstance(m, nn.Conv2d) and not set(k.split(".")) & set(SHORTCUTS)]
+    convs = [k for k, m in layers.items() if isinstance(m, Conv) and not set(k.split(".")) & set(SHORTCUTS)]
     if n > len(convs):
         raise PlanError(
             f"the plan asks for the last {n} convolutions; the model has {len(convs)}. Use Plan.all to train them all."
@@ -253,8 +266,11 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         PlanError: The plan names layers that the model does not have, or there is nothing to filter.
     """
     layers = find_layers(model)
-    if not any(isinstance(m, nn.Conv2d) for m in layers.values()):
-        raise PlanError(f"{type(model).__name__} has no Conv2d. gradfilter filters the gradients of 2-D convolutions.")
+    if not any(isinstance(m, Conv) for m in layers.values()) and not any(b.tokens for b in plan.layers.values()):
+        raise PlanError(
+            f"{type(model).__name__} has no Conv2d. gradfilter filters the gradients of 2-D convolutions, and of Linear layers "
+            "on a grid of tokens where the plan says how large that is: Backward(tokens=14)."
+        )
     if not plan.layers and plan.rest == "frozen":
         raise PlanError("the plan names no layers and freezes the rest: it trains nothing. Name layers, or use Plan.last(n).")
     modules = dict(model.named_modules())
@@ -271,8 +287,10 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if plan.batch_norm == "frozen":
         trained -= set(norms)
     frozen = tuple(name for name in norms if name not in trained or plan.batch_norm != "train")
-    convs = {name: b for name, m in layers.items() if isinstance(m, nn.Conv2d) and (b := matches[name]) is not None}
-    return Resolved(convs, frozenset(trained), frozen)
+    planned = {name: b for name in layers if (b := matches[name]) is not None}
+    convs = {name: b for name, b in planned.items() if isinstance(layers[name], Conv)}
+    linears = {name: b for name, b in planned.items() if name not in convs}
+    return Resolved(convs, linears, frozenset(trained), frozen)
 
 
 def explain_no_match(pattern: str, layers: Mapping[str, nn.Module]) -> str:

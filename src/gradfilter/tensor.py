@@ -11,10 +11,7 @@ an exact exit, never a lost gradient.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeGuard
 
@@ -25,8 +22,9 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
-from gradfilter.errors import DoubleBackwardError, ExitWarning, InputError, RuleError
-from gradfilter.patches import MAP, Layout, Matrix, Pair, Tiling, count_cells, make_areas, pool_sum
+from gradfilter.errors import DoubleBackwardError, InputError, RuleError
+from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, make_areas, pool_sum
+from gradfilter.regions import EXPECTED, Choices
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which a PatchTensor is an ordinary tensor: rules run inside it."""
@@ -35,45 +33,6 @@ Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {}
 ANY_LAYOUT: set[Callable[..., Any]] = set()
 """Functions whose rules take a PatchTensor in any layout, not only maps [N, C, H, W]."""
-
-
-@dataclass
-class Log:
-    """Remember, for one model, where regions ended: (layer, function) to the reason."""
-
-    exits: dict[tuple[str, str], str] = field(default_factory=dict)
-    warned: bool = False
-
-    def note(self, layer: str, func: Callable[..., Any], reason: str, expected: bool) -> None:
-        """Record an exit; warn about the first one that nobody expected."""
-        name = resolve_name(func) or getattr(func, "__name__", repr(func))
-        self.exits.setdefault((layer, name), "expected" if expected else reason)
-        if not expected and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"the region behind layer '{layer}' ends at {name}: {reason}. Gradients stay right, but from here on they "
-                "are held at pixel resolution until the next planned layer. gradfilter.describe(model) lists every exit.",
-                ExitWarning,
-                stacklevel=count_inner_frames() + 1,
-            )
-
-
-def count_inner_frames() -> int:
-    """Return how many frames lie between the caller and the first line outside torch and this package."""
-    frame, count = sys._getframe(1), 0
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradfilter"):
-        frame, count = frame.f_back, count + 1
-    return count
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What the latest planned layer decided: it holds for everything behind that layer, until the next one."""
-
-    layer: str
-    tiling: Tiling
-    kernel: str = "lift"
-    log: Log = field(default_factory=Log, compare=False, repr=False)
 
 
 def rule(*functions: Callable[..., Any], any_layout: bool = False) -> Callable[[Rule], Rule]:
@@ -172,8 +131,20 @@ class PatchTensor(Tensor):
             check_not_borrowed((args, tuple(kwargs.values())))
             if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
-                live[0].choices.log.note(live[0].choices.layer, func, reason, expected)
+                note_exit(live, func, EXPECTED if expected else reason)
             return result
+
+
+def note_exit(live: list[PatchTensor], func: Callable[..., Any], reason: str = EXPECTED) -> None:
+    """Record that a function ended a region, and mark the places in the graph where it did."""
+    first = live[0].choices
+    first.log.note(first.layer, func, reason)
+    for x in live:
+        node: Any = x.grad_fn
+        while node is not None and not isinstance(node, EXIT_NODES):  # a view is an exit at what it views
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            node.noted = True
 
 
 def is_live(x: Any) -> TypeGuard[PatchTensor]:
@@ -250,22 +221,24 @@ class Exit(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair, layout: Layout) -> Tensor:
-        ctx.patch, ctx.layout = patch, layout
+    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair, layout: Layout, choices: Choices) -> Tensor:
+        ctx.patch, ctx.layout, ctx.choices = patch, layout, choices
         # Made here, from a tensor that autograd does not know as an input, the result is no view: in-place functions work.
         return Tensor._make_subclass(PatchTensor, value[0])
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        return pool_sum(gy, ctx.patch, ctx.layout), None, None, None
+        return pool_sum(gy, ctx.patch, ctx.layout), None, None, None, None
 
 
 class Leave(Exit):
     """`Exit` as a plain tensor."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: Tensor, patch: Pair, layout: Layout) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, carrier: Tensor, value: Tensor, patch: Pair, layout: Layout, choices: Choices
+    ) -> Tensor:
         ctx.patch, ctx.layout = patch, layout
         return value.clone()
 
@@ -278,7 +251,7 @@ class Rebind(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, carrier: Tensor) -> Tensor:
-        ctx.patch, ctx.layout = x.patch, x.spatial  # type: ignore[attr-defined]
+        ctx.patch, ctx.layout, ctx.choices = x.patch, x.spatial, x.choices  # type: ignore[attr-defined]
         ctx.mark_dirty(x)
         return x
 
@@ -287,6 +260,10 @@ class Rebind(Function):
     def backward(ctx: Any, gy: Tensor) -> Any:
         zero = gy.new_zeros(()).expand_as(gy) if ctx.needs_input_grad[0] else None  # torch takes None for the whole base
         return zero, pool_sum(gy, ctx.patch, ctx.layout)
+
+
+EXIT_NODES: tuple[Any, ...] = (Exit._backward_cls, Rebind._backward_cls)  # type: ignore[attr-defined]
+"""The classes of the places in the graph where a region can end."""
 
 
 class Enter(Function):
@@ -334,7 +311,7 @@ def wrap(
     value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None, layout: Layout = MAP
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
-    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout)  # type: ignore[assignment]
+    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
     x.means, x.seen_version = {}, value._version
     return x
@@ -398,7 +375,7 @@ def pixels(x: Tensor) -> Tensor:
 
 def leave(x: PatchTensor) -> Tensor:
     """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
-    return Leave.apply(x.carrier, x.value, x.patch, x.spatial)  # type: ignore[return-value]
+    return Leave.apply(x.carrier, x.value, x.patch, x.spatial, x.choices)  # type: ignore[return-value]
 
 
 def is_traced() -> bool:

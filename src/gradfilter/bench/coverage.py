@@ -254,7 +254,7 @@ def measure_bytes(row: Row, model: nn.Module, images: Tensor) -> None:
     applied = find_applied(model)
     assert applied is not None
     row.convolutions = len(applied.resolved.convs)
-    row.unexpected = {key: reason for key, reason in applied.log.exits.items() if reason != "expected"}
+    row.unexpected = applied.log.find_unexpected()
     row.expected = len(applied.log.exits) - len(row.unexpected)
     remove_(model)
 

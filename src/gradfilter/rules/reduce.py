@@ -117,6 +117,8 @@ def run_reduction(func: Callable[[Tensor], Tensor], x: PatchTensor, axes: set[in
     else:
         y, derivative = differentiate(func, x)
     kept = [1 if axis in axes else n for axis, n in enumerate(x.carrier.shape)]
+    if over_space:
+        x.choices.log.note(x.choices.layer, f"the {kind} over space")
     if over_space and derivative is None:
         return Spread.apply(x.carrier, (y,), spatial_size(x), x.patch, x.spatial, kept, count)
     if over_space:

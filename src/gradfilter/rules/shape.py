@@ -21,6 +21,7 @@ from gradfilter.tensor import (
     finish,
     is_live,
     make_carrier,
+    note_exit,
     pixels,
     rule,
     spatial_size,
@@ -201,5 +202,5 @@ def watch_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "Their gradient exists at patch resolution only. Call it before the activation is used, e.g. in a forward hook."
             )
         x.ended = True
-        x.choices.log.note(x.choices.layer, func, "the gradient of this tensor is watched at pixel resolution", True)
+        note_exit([x], func)
     return func(*args, **kwargs)

@@ -6,6 +6,7 @@ matrix products, and no copies where maps are channels-last already.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -141,6 +142,8 @@ def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Li
     unfolded input: on larger maps take the smaller.
     """
     taps = max(len(a.matrix) for a in lifts)
+    if math.prod(len(a.matrix) for a in lifts) > 4 * w.shape[2] * w.shape[3]:
+        return False  # far-apart taps of a dilated kernel: the lifted kernel would be mostly zeros
     if geometry.is_small and depthwise:
         return taps <= min(3, *geometry.in_cells)
     if geometry.is_small and geometry.groups == 1:
@@ -278,7 +281,7 @@ def lifted_gradients(
         None,
         [rows.stride, columns.stride],
         [rows.before, columns.before] if symmetric else [0, 0],
-        [1, 1],
+        [rows.dilation, columns.dilation],
         False,
         [0, 0],
         geometry.groups,

@@ -1,0 +1,89 @@
+"""Regions: where activations are at patch resolution, what was decided there, and where and why that ends."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.overrides import resolve_name
+
+from gradfilter.errors import ExitWarning
+from gradfilter.patches import Tiling
+
+EXPECTED = "expected"
+"""The reason of an exit at a function where regions are meant to end."""
+
+
+@dataclass
+class Log:
+    """Remember, for one model and its latest forward, which regions there were and where they ended.
+
+    Attributes:
+        regions: For the layer at which a region was entered, the planned layers in it, in the order they ran.
+        exits: From the latest planned layer and the function to the reason, `EXPECTED` where no other was needed.
+        warned: Whether somebody was told about an exit that nobody expected: once per model is enough.
+        checked: Whether the graph was searched for exits by code that by-passes torch functions.
+    """
+
+    regions: dict[str, dict[str, None]] = field(default_factory=dict)
+    exits: dict[tuple[str, str], str] = field(default_factory=dict)
+    warned: bool = False
+    checked: bool = False
+
+    def start(self) -> None:
+        """Forget the forward before."""
+        self.regions.clear()
+        self.exits.clear()
+
+    def join(self, region: str, layer: str) -> None:
+        """Record that a planned layer runs in a region."""
+        self.regions.setdefault(region, {}).setdefault(layer)
+
+    def note(self, layer: str, func: Callable[..., Any] | str, reason: str = EXPECTED) -> None:
+        """Record an exit; warn about the first one that nobody expected."""
+        name = func if isinstance(func, str) else resolve_name(func) or getattr(func, "__name__", repr(func))
+        self.exits.setdefault((layer, name), reason)
+        if reason != EXPECTED and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"the region behind layer '{layer}' ends at {name}: {reason}. Gradients stay right, but from here on they "
+                "are held at pixel resolution until the next planned layer. To keep them at patch resolution, use a function "
+                "that has a patch rule, or give this one a rule of its own (docs/rules.md tells how). "
+                "gradfilter.describe(model) lists every exit.",
+                ExitWarning,
+                stacklevel=count_inner_frames() + 1,
+            )
+
+    def find_unexpected(self) -> dict[tuple[str, str], str]:
+        """List the exits that nobody expected, and their reasons."""
+        return {key: reason for key, reason in self.exits.items() if reason != EXPECTED}
+
+
+def count_inner_frames() -> int:
+    """Return how many frames lie between the caller and the first line outside torch and this package."""
+    frame, count = sys._getframe(1), 0
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradfilter"):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the latest planned layer decided: it holds for everything behind that layer, until the next one.
+
+    Attributes:
+        layer: The layer.
+        tiling: How maps are cut into patches.
+        kernel: "lift" or "lumped".
+        log: Where exits are recorded.
+        region: The layer at which the region was entered.
+    """
+
+    layer: str
+    tiling: Tiling
+    kernel: str = "lift"
+    log: Log = field(default_factory=Log, compare=False, repr=False)
+    region: str = field(default="", compare=False)
