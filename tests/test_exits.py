@@ -204,3 +204,46 @@ def test_a_patch_larger_than_the_map_is_one_patch(patch):
     first, second = (gradients(gf.apply_(copy.deepcopy(net), plan)) for plan in plans)
     assert_close(second, first, 0)
     assert_differ(first, gradients(plain(net)), "block1.conv1.weight")
+
+
+class Cube(torch.autograd.Function):
+    """Somebody's own function, which no torch function tells of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gy):  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gy
+
+
+@torch.library.custom_op("gradfilter_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+torch.library.register_autograd("gradfilter_tests::twice", lambda ctx, gy: 2 * gy)
+
+CUSTOM = {
+    "Cube": lambda x: Cube.apply(x),
+    "gradfilter_tests.twice": lambda x: twice(x),
+    "on a view": lambda x: Cube.apply(x.permute(0, 2, 3, 1)[..., :3]).repeat(1, 1, 1, 2)[..., :5].permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_custom_op_trains_correctly_with_one_warning_that_says_what_to_do(name):
+    net = make_net(Run(CUSTOM[name]))
+    model = applied(net)
+    with pytest.warns(ExitWarning) as caught:
+        got = gradients(model)
+    gradients(model)  # a second warning would be an error here
+    assert_close(got, gradients(plain(net)))
+    (message,) = [str(w.message) for w in caught if issubclass(w.category, ExitWarning)]
+    assert "behind layer 'block1.conv2'" in message
+    assert (name if name != "on a view" else "Cube") in message
+    assert "docs/rules.md" in message
+    assert "behind block1.conv2" in gf.describe(model)

@@ -175,3 +175,30 @@ def test_reductions_over_space_leave_from_any_layout(name, size, patch):
     (got,), (want,) = torch.autograd.grad(y, x, gy), torch.autograd.grad(expected, x, gy)
     p = clamp(patch, x)
     torch.testing.assert_close(oracles.pool(got, p, "sum"), oracles.pool(want, p, "sum"))
+
+
+@settings(deadline=None, max_examples=20)
+@given(size=sizes, patch=sides)
+def test_a_class_token_in_front_is_a_patch_by_itself(size, patch):
+    x, token = draw(2, CHANNELS, *size).requires_grad_(), draw(1, 1, CHANNELS, seed=1).requires_grad_()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.cat([token.expand(2, -1, -1), x.flatten(2).transpose(1, 2)], dim=1) * 2
+        return tokens[:, 0], tokens[:, 1:].transpose(1, 2).reshape(x.shape)
+
+    (head, y), (want_head, want_y) = f(enter(x, choose(patch))), f(x)
+    assert isinstance(y, PatchTensor)
+    g, g_head = draw(*y.carrier.shape, seed=4), draw(2, CHANNELS, seed=5)
+    got = torch.autograd.grad([y.carrier, head], [x, token], [g, g_head])
+    want = torch.autograd.grad([want_y, want_head], [x, token], [oracles.spread(g, y.patch, size), g_head])
+    torch.testing.assert_close(oracles.pool(got[0], y.patch, "sum"), oracles.pool(want[0], y.patch, "sum"))
+    torch.testing.assert_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("dim", [1, (2, 3)], ids=["channels", "space"])
+def test_normalize_is_exact_at_patch_one(dim):
+    x = draw(2, CHANNELS, 5, 4)
+    f = lambda x: F.normalize(x, dim=dim)  # noqa: E731  # pyright: ignore[reportArgumentType]
+    y, gx, _, g, _ = run_rule(f, x, [], (1, 1))
+    torch.testing.assert_close(y, f(x), rtol=0, atol=1e-14)
+    torch.testing.assert_close(gx, oracles.coarse_backward(f, x, [], g, (1, 1), (1, 1))[0])

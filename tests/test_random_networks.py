@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,9 @@ import gradfilter as gf
 from cases import draw
 from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from random_networks import networks, sizes
+from random_networks import Norm, networks, sizes
 
-run = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+run = settings(deadline=None, max_examples=int(os.environ.get("EXAMPLES", 150)), suppress_health_check=list(HealthCheck))
 batches = st.integers(1, 3)
 batch_norms = st.sampled_from(["train", "eval"])
 backwards = st.one_of(
@@ -45,8 +46,9 @@ def make_twins(drawn, plan):
     applied = find_applied(model)
     for name in applied.resolved.frozen_norms:
         exact.get_submodule(name).eval()
-    for p in exact.parameters():
-        p.requires_grad_(False)
+    for module in exact.modules():
+        if isinstance(module, Norm):
+            module.is_oracle = True
     for name, p in model.named_parameters():
         exact.get_parameter(name).requires_grad_(p.requires_grad)
     return model, exact

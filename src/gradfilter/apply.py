@@ -76,26 +76,30 @@ class ImageSize(Hook):
     def search(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the exits by code that by-passes torch functions: they are right, but nobody would know of them."""
         log = self.applied.log
-        if torch.is_grad_enabled() and log.regions and not log.checked and not is_traced():
-            log.checked = True
-            for consumer, node in find_exits(output):
-                if not hasattr(node, "noted"):
-                    log.note(node.choices.layer, consumer, "it is no torch function, but code that runs its own backward")
+        if torch.is_grad_enabled() and log.regions and log.bypasses is None and not is_traced():
+            reason = "it is no torch function, but code with a backward of its own"
+            found = [(node.choices.layer, name) for name, node in find_exits(output) if not hasattr(node, "noted")]
+            log.bypasses = dict.fromkeys(found, reason)
+            for layer, name in log.bypasses:
+                log.note(layer, name, reason)
 
 
 def find_exits(output: Any) -> list[tuple[str, Any]]:
-    """List the places in the graph of an output where a region ends, each with the function it ends at."""
+    """List the places in the graph of an output where a region ends, each with the name of the function it ends at."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(todo), []
+    todo = [(tensor.grad_fn, "") for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = {node for node, _ in todo}, []
     while todo:
-        node = todo.pop()
+        node, user = todo.pop()
+        consumer = user or re.sub(r"Backward\d*$", "", node.name())
         for child, _ in node.next_functions:
             if isinstance(child, EXIT_NODES):
-                found.append((re.sub(r"Backward\d*$", "", node.name()), child))
+                found.append((consumer, child))
             if child is not None and child not in seen:
                 seen.add(child)
-                todo.append(child)
+                # A view of a PatchTensor is an alias of torch's own view. Not that ended the region, but who uses the view.
+                in_view = child.name() == "AliasBackward0" or (user and not isinstance(child, EXIT_NODES))
+                todo.append((child, consumer if in_view else ""))
     return found
 
 

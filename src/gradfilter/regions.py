@@ -25,18 +25,18 @@ class Log:
         regions: For the layer at which a region was entered, the planned layers in it, in the order they ran.
         exits: From the latest planned layer and the function to the reason, `EXPECTED` where no other was needed.
         warned: Whether somebody was told about an exit that nobody expected: once per model is enough.
-        checked: Whether the graph was searched for exits by code that by-passes torch functions.
+        bypasses: The exits by code that by-passes torch functions, found in the graph of the first forward; `None` before.
     """
 
     regions: dict[str, dict[str, None]] = field(default_factory=dict)
     exits: dict[tuple[str, str], str] = field(default_factory=dict)
     warned: bool = False
-    checked: bool = False
+    bypasses: dict[tuple[str, str], str] | None = None
 
     def start(self) -> None:
         """Forget the forward before."""
         self.regions.clear()
-        self.exits.clear()
+        self.exits = dict(self.bypasses or {})
 
     def join(self, region: str, layer: str) -> None:
         """Record that a planned layer runs in a region."""

@@ -135,6 +135,11 @@ class PatchTensor(Tensor):
             return result
 
 
+def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a torch function by its rule, from within another rule, where PatchTensors act as plain tensors."""
+    return PatchTensor.__torch_function__(func, (), args, kwargs)
+
+
 def note_exit(live: list[PatchTensor], func: Callable[..., Any], reason: str = EXPECTED) -> None:
     """Record that a function ended a region, and mark the places in the graph where it did."""
     first = live[0].choices

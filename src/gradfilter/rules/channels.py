@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, PatchTensor, call, coarse, finish, is_live, make_carrier, pixels, rule
 
 
 class ChannelNorm(Function):
@@ -99,6 +99,23 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
         eps = torch.finfo(input.dtype).eps if eps is None else eps
         return run_channel_norm(input, normalized_shape, weight, None, eps, centred=False)
+
+    return run(*args, **kwargs)
+
+
+@rule(F.normalize, any_layout=True)
+def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Divide by a norm over some axes.
+
+    Equation, Cost, Exact when: those of the norm, of `clamp_min` and of the quotient, one after the other; where the norm is
+    over other axes than rows and columns, so at patch 1.
+    """
+
+    def run(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+        if not is_live(input) or out is not None:
+            return NotImplemented
+        norm = call(torch.linalg.vector_norm, input, p, dim, True)
+        return call(torch.div, input, call(torch.clamp_min, norm, eps))
 
     return run(*args, **kwargs)
 

@@ -112,13 +112,33 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_cat(func: Any, tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
     """Apply the rule with torch's argument names."""
-    met = meet(tensors)
     axis = dim if axis is None else axis
+    if puts_in_front(tensors, axis):
+        return put_in_front(func, tensors, axis)
+    met = meet(tensors)
     if met is None or axis % tensors[0].dim() in met.layout.axes:
         return NotImplemented
     with torch.no_grad():
         y = func([pixels(t) for t in tensors], axis)
     return met.finish(y, Cat.apply(axis, *met.carriers))  # type: ignore[arg-type]
+
+
+def puts_in_front(tensors: Any, axis: int) -> bool:
+    """Tell whether plain tokens (a class token) are put in front of a grid of tokens."""
+    *front, last = tensors
+    if not is_live(last) or not last.spatial.tokens or axis % last.dim() != last.spatial.rows:
+        return False
+    return all(not find_live([t]) and t.dim() == last.dim() and t.dtype == last.dtype for t in front)
+
+
+def put_in_front(func: Any, tensors: Any, axis: int) -> Any:
+    """Put plain tokens in front of a grid of tokens; each is a patch by itself."""
+    *front, last = tensors
+    with torch.no_grad():
+        y = func([pixels(t) for t in tensors], axis)
+    prefix = last.spatial.prefix + sum(t.shape[axis] for t in front)
+    carrier: Tensor = Cat.apply(axis, *front, last.carrier)  # type: ignore[assignment]
+    return wrap(y, carrier, last.patch, last.choices, layout=replace(last.spatial, prefix=prefix))
 
 
 @rule(torch.stack, any_layout=True)

@@ -238,19 +238,25 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_view(index) and not takes_entries(index):
         return NotImplemented
     axis = out = 0
+    drops_prefix = False
     places: dict[int, int] = {}
     kept: dict[int, range] = {}
     for n, i in enumerate(index):
         if i is not None and axis in x.spatial.axes:
+            if type(i) is int and i % x.shape[axis] < x.spatial.prefix:
+                return REGION_ENDS  # the class token, taken to the classifier
             if not isinstance(i, slice):
                 return NotImplemented
             places[axis], kept[axis] = out, range(*i.indices(x.shape[axis]))
-            index[n] = slice(None)  # for the carrier
+            drops_prefix = x.spatial.tokens and kept[axis] == range(x.spatial.prefix, x.shape[axis])
+            index[n] = slice(x.spatial.prefix, None) if drops_prefix else slice(None)  # for the carrier
         axis, out = axis + (i is not None), out + (type(i) is not int)
     with torch.no_grad():
         y = func(pixels(x), args[1])
-    layout = Layout(places[x.spatial.rows], places[x.spatial.columns], x.spatial.tokens, x.spatial.prefix)
-    carrier, whole = x.carrier[tuple(index)], all(len(r) == x.shape[axis] for axis, r in kept.items())
+    prefix = 0 if drops_prefix else x.spatial.prefix
+    layout = Layout(places[x.spatial.rows], places[x.spatial.columns], x.spatial.tokens, prefix)
+    carrier = x.carrier[tuple(index)]
+    whole = drops_prefix or all(len(r) == x.shape[axis] for axis, r in kept.items())
     if whole:
         if is_view(index):
             return share(x, func(*args), y, carrier, layout)
