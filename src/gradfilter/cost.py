@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gradfilter.tensor import plain_torch
+from gradfilter.tensor import find_live, note_exit, plain_torch
 
 
 class Held:
@@ -61,7 +63,7 @@ def predict_saved_bytes(model: nn.Module, *inputs: Any) -> int:
     """
     state = {name: to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = tree_map(lambda value: to_meta(value) if isinstance(value, Tensor) else value, inputs)
-    with CpuNorm():
+    with CpuNorm(), CpuAttention():
         return count_saved(lambda: functional_call(model, state, shapes), state.values())
 
 
@@ -74,6 +76,39 @@ class CpuNorm(TorchDispatchMode):
         if func is torch.ops.aten.native_batch_norm.default and not args[5]:
             return result[0], *(r.new_empty(0) for r in result[1:])
         return result
+
+
+class CpuAttention(TorchFunctionMode):
+    """Let attention on shapes save what it saves on a CPU, where torch's fused kernel runs if it can."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the function; in place of attention the kernel that a CPU takes."""
+        if func is F.scaled_dot_product_attention:
+            return run_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def run_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention by the kernel that torch chooses on a CPU."""
+    fused = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1] and not dropout_p
+    if not fused or enable_gqa or not all(t.stride(-1) == 1 for t in (query, key, value)):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if live := find_live((query, key, value)):
+        note_exit(live, F.scaled_dot_product_attention)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with plain_torch():
+        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def to_meta(tensor: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def is_spatially_constant(other: Tensor, x: PatchTensor) -> bool:
 
 
 def is_map(other: Any, x: PatchTensor) -> bool:
-    """Tell whether `other` has a gradient of its own at every place of the map."""
-    return isinstance(other, Tensor) and other.requires_grad and not is_spatially_constant(other, x)
+    """Tell whether `other` has a gradient of its own at every place of the map, which may be a map of one pixel."""
+    return isinstance(other, Tensor) and other.requires_grad and (is_live(other) or not is_spatially_constant(other, x))
 
 
 def expand_carrier(x: PatchTensor, y: Tensor) -> Tensor | None:

@@ -69,7 +69,9 @@ def run_linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
     if not is_live(input) or type(weight) is PatchTensor:
         return NotImplemented
     x = input
-    if x.dim() - 1 in x.spatial.axes or weight.dim() != 2:
+    if x.dim() - 1 in x.spatial.axes:
+        return REGION_ENDS  # a mixer's map of all places to all places, as attention is
+    if weight.dim() != 2:
         return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), weight, bias)
