@@ -101,12 +101,13 @@ def align(shape: Sequence[int], wanted: Sequence[int], layout: Layout) -> Layout
 
     behind = count_behind(shape, layout.columns)
     if layout.tokens:
-        whole = find(shape[layout.rows], behind)
-        if whole is not None:
-            return Layout(whole, whole, layout.tokens, layout.prefix)
-        columns = find(layout.tokens[1], behind)
+        whole, columns = find(shape[layout.rows], behind), find(layout.tokens[1], behind)
         rows = find(layout.tokens[0], behind * layout.tokens[1], columns)
-        return None if rows is None or columns is None or layout.prefix else Layout(rows, columns)
+        apart = None if rows is None or columns is None or layout.prefix else Layout(rows, columns)
+        # Where a side is one pixel both fit: with more axes than before, tokens have become a map again.
+        if whole is None or (apart is not None and len(wanted) > len(shape)):
+            return apart
+        return Layout(whole, whole, layout.tokens, layout.prefix)
     columns = find(shape[layout.columns], behind)
     rows = find(shape[layout.rows], count_behind(shape, layout.rows), columns)
     if rows is not None and columns is not None:
