@@ -76,7 +76,7 @@ MAP = Layout(2, 3)
 
 def over_map(x: Tensor, layout: Layout, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of maps [A, B, H, W] to the spatial axes of a tensor in any layout."""
-    if layout == MAP and x.dim() == 4:
+    if layout is MAP:
         return function(x)
     if layout.tokens:
         axis = layout.rows
@@ -162,7 +162,7 @@ def make_areas(size: Pair, patch: Pair, like: Tensor, layout: Layout = MAP) -> T
     if isinstance(areas, float) and not layout.prefix:
         return areas
     dtype = like.dtype if like.element_size() > 2 else torch.float32
-    if layout != MAP:
+    if layout is not MAP:
         areas = np.broadcast_to(areas, count_cells(size, patch))
         if layout.tokens:
             areas = np.concatenate([np.ones(layout.prefix), areas.reshape(-1)])

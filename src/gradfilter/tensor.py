@@ -117,7 +117,7 @@ class PatchTensor(Tensor):
             live = find_live(values)
             if torch.is_grad_enabled():
                 found = RULES.get(func)
-                if found is not None and (func in ANY_LAYOUT or all(x.spatial == MAP for x in live)):
+                if found is not None and (func in ANY_LAYOUT or all(x.spatial is MAP for x in live)):
                     result = found(func, args, kwargs)
                     if result is not NotImplemented and result is not REGION_ENDS:
                         for x in live:
@@ -316,6 +316,7 @@ def wrap(
     value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None, layout: Layout = MAP
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
+    layout = layout if layout is MAP or layout != MAP else MAP  # one object, so that all can ask by identity
     x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
     x.means, x.seen_version = {}, value._version
@@ -358,6 +359,7 @@ def share(
         patch: The patch, where it is not that of x.
     """
     y = view.as_subclass(PatchTensor)
+    layout = MAP if layout == MAP else layout
     y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
     y.means, y.seen_version, y.borrowed = {}, value._version, x.borrowed
     return y

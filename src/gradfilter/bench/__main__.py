@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gradfilter.bench import coverage, fidelity, memory, step
+from gradfilter.bench import approximation, coverage, fidelity, memory, step
 from gradfilter.errors import GradFilterError
 
 
@@ -22,13 +22,15 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("--pixels", type=int, default=224)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--threads", type=int, default=1)
-    sub = commands.add_parser("fidelity")
-    sub.add_argument("--data", type=Path, required=True, help="a folder of photographs, a folder per class")
-    sub.add_argument("--label", default="photographs", help="what to call them in the report")
-    sub.add_argument("--batch", type=int, default=32)
-    sub.add_argument("--batches", type=int, default=4)
-    sub.add_argument("--blocks", type=int, default=9)
-    sub.add_argument("--pixels", type=int, default=224)
+    for name in ("fidelity", "approximation"):
+        sub = commands.add_parser(name)
+        sub.add_argument("--data", type=Path, required=True, help="a folder of photographs, a folder per class")
+        sub.add_argument("--label", default="photographs", help="what to call them in the report")
+        sub.add_argument("--batch", type=int, default=32)
+        sub.add_argument("--pixels", type=int, default=224)
+        if name == "fidelity":
+            sub.add_argument("--batches", type=int, default=4)
+            sub.add_argument("--blocks", type=int, default=9)
     sub = commands.add_parser("coverage")
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
@@ -37,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
+        elif args.command == "approximation":
+            reports = [approximation.measure(args.data, args.label, args.batch, args.pixels)]
         elif args.command == "coverage":
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":

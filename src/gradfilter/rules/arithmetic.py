@@ -12,7 +12,7 @@ from torch.autograd import Function
 from gradfilter.patches import Layout, Pair, count_cells, pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
-from gradfilter.rules.meet import meet
+from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
     PatchTensor,
     coarse,
@@ -160,7 +160,7 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
         a, b = b, a
     met = None
     if is_map(other, x):  # a plain residual enters the region where it meets it
-        met = meet([x, other], torch.broadcast_shapes(x.shape, other.shape))
+        met = meet([x, other], broadcast(x, other))
         if met is None:
             return NotImplemented
     with torch.no_grad():
@@ -215,7 +215,7 @@ def mean_at(x: Tensor, patch: Pair, layout: Layout, changing: bool) -> Tensor:
 def multiply_maps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: PatchTensor, other: Tensor) -> Any:
     """Return x · other, both with a gradient at every place of the map."""
     inplace = is_inplace(func, kwargs)
-    shape = torch.broadcast_shapes(x.shape, other.shape)
+    shape = broadcast(x, other)
     if not is_live(other):
         other = other.reshape(*[1] * (len(shape) - other.dim()), *other.shape)
     met = meet([x, other], shape)

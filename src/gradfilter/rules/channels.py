@@ -123,9 +123,32 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Softmax(Function):
     """Carry a gradient back through a softmax over the channels of each pixel.
 
-    Equation: with p̄ the patch means of the softmax, Gx = p̄·(G − Σ_c p̄_c·G_c).
-    Cost: a few passes over G; saves p̄.
+    Equation: the mean of diag(p) − p pᵀ over a patch has the diagonal v = mean of p·(1 − p), which is kept as it is; for its
+    other entries the product of means stands, scaled alike: with d² = v/(p̄·(1 − p̄)) and a = d·p̄,
+        Gx = d·a·G − a·Σ_c a_c·G_c.
+    Cost: a few passes over G; saves a and d·a, p̄ alone at patch 1.
     Exact when: p is constant in each patch, so at patch 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, a: Tensor, da: Tensor, axis: int, y: Tensor) -> Tensor:
+        ctx.save_for_backward(a, da)
+        ctx.axis = axis
+        return make_carrier(carrier.shape, y)
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        a, da = ctx.saved_tensors
+        return da * g - a * (a * g).sum(ctx.axis, keepdim=True), None, None, None, None
+
+
+class LogSoftmax(Function):
+    """Carry a gradient back through the logarithm of a softmax over the channels of each pixel.
+
+    Equation: with p̄ the patch means of the softmax, Gx = G − p̄·Σ_c G_c.
+    Cost: a few passes over G; saves p̄.
+    Exact when: always, for the gradient that the tiling can carry.
     """
 
     @staticmethod
@@ -133,21 +156,6 @@ class Softmax(Function):
         ctx.save_for_backward(p_bar)
         ctx.axis = axis
         return make_carrier(carrier.shape, y)
-
-    @staticmethod
-    @coarse
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (p_bar,) = ctx.saved_tensors
-        return p_bar * (g - (g * p_bar).sum(ctx.axis, keepdim=True)), None, None, None
-
-
-class LogSoftmax(Softmax):
-    """Carry a gradient back through the logarithm of a softmax over the channels of each pixel.
-
-    Equation: with p̄ the patch means of the softmax, Gx = G − p̄·Σ_c G_c.
-    Cost: a few passes over G; saves p̄.
-    Exact when: always, for the gradient that the tiling can carry.
-    """
 
     @staticmethod
     @coarse
@@ -165,8 +173,13 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if dim % x.dim() in x.spatial.axes:
         return REGION_ENDS
+    log = func.__name__ == "log_softmax"
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
-        log = func.__name__ == "log_softmax"
-        p_bar = pool_mean(y.exp() if log else y, x.patch, x.spatial)
-    return finish(x, y, (LogSoftmax if log else Softmax).apply(x.carrier, p_bar, dim, y))  # type: ignore[arg-type]
+        a = da = pool_mean(y.exp() if log else y, x.patch, x.spatial)
+        if not log and x.patch != (1, 1):
+            variance = pool_mean(y * (1 - y), x.patch, x.spatial)
+            d = (variance / (a * (1 - a)).clamp_min(torch.finfo(a.dtype).tiny)).clamp(0, 1).sqrt()
+            a, da = a * d, a * d.square()
+    carrier = LogSoftmax.apply(x.carrier, a, dim, y) if log else Softmax.apply(x.carrier, a, da, dim, y)
+    return finish(x, y, carrier)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import find_functions, is_inplace
-from gradfilter.rules.meet import meet
+from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
     coarse,
     finish,
@@ -158,11 +158,11 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     places = [i for i, v in enumerate(args) if isinstance(v, Tensor) and v.requires_grad]
     if any(isinstance(v, Tensor) and v.requires_grad for v in kwargs.values()) or (inplace and not is_live(args[0])):
         return NotImplemented
-    shape = torch.broadcast_shapes(*(v.shape for v in args if isinstance(v, Tensor)))
+    shape = broadcast(*(v for v in args if isinstance(v, Tensor)))
     met = meet([args[i] for i in places], shape)
     if met is None:
         return NotImplemented
-    values = [pixels(args[i]).expand(shape).detach().requires_grad_() for i in places]
+    values = [pixels(args[i]).expand(shape).requires_grad_() for i in places]
     replaced = list(args)
     for i, z in zip(places, values, strict=True):
         replaced[i] = z.clone() if inplace and i == 0 else z

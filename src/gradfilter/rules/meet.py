@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradfilter.patches import Layout, Pair, count_cells
@@ -55,6 +56,9 @@ def meet(tensors: Sequence[Tensor], shape: Sequence[int] | None = None) -> Meeti
         tensors: PatchTensors and plain tensors.
         shape: The shape to which all are broadcast; without one they keep theirs, and may differ in other axes.
     """
+    first = tensors[0] if tensors else None
+    if len(tensors) == 1 and is_live(first) and (shape is None or first.shape == shape):
+        return Meeting(first.patch, first.spatial, first.choices, [first.carrier])
     live = find_live(tensors)
     if not live or len({t.dtype for t in tensors}) > 1:
         return None
@@ -79,6 +83,12 @@ def meet(tensors: Sequence[Tensor], shape: Sequence[int] | None = None) -> Meeti
                 return None
             carriers.append(enter_carrier(t if t.shape == wanted else t.expand(wanted), patch, layout))
     return Meeting(patch, layout, live[0].choices, carriers)
+
+
+def broadcast(*tensors: Tensor) -> torch.Size:
+    """Return the shape to which tensors are broadcast; torch's own function takes its time where there is nothing to do."""
+    shapes = [t.shape for t in tensors]
+    return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
 
 
 def move_layout(layout: Layout, new: int) -> Layout:
