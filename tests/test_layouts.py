@@ -177,18 +177,20 @@ def test_reductions_over_space_leave_from_any_layout(name, size, patch):
     torch.testing.assert_close(oracles.pool(got, p, "sum"), oracles.pool(want, p, "sum"))
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @settings(deadline=None, max_examples=20)
 @given(size=sizes, patch=sides)
-def test_a_class_token_in_front_is_a_patch_by_itself(size, patch):
+def test_a_class_token_in_front_is_a_patch_by_itself(pads, size, patch):
     x, token = draw(2, CHANNELS, *size).requires_grad_(), draw(1, 1, CHANNELS, seed=1).requires_grad_()
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = torch.cat([token.expand(2, -1, -1), x.flatten(2).transpose(1, 2)], dim=1) * 2
-        return tokens[:, 0], tokens[:, 1:].transpose(1, 2).reshape(x.shape)
+        padded = F.pad(tokens, (0, 0, 2, 0))[:, 2:] if pads else tokens
+        return padded[:, :1] if pads else padded[:, 0], padded[:, 1:].transpose(1, 2).reshape(x.shape)
 
     (head, y), (want_head, want_y) = f(enter(x, choose(patch))), f(x)
     assert isinstance(y, PatchTensor)
-    g, g_head = draw(*y.carrier.shape, seed=4), draw(2, CHANNELS, seed=5)
+    g, g_head = draw(*y.carrier.shape, seed=4), draw(*head.shape, seed=5)
     got = torch.autograd.grad([y.carrier, head], [x, token], [g, g_head])
     want = torch.autograd.grad([want_y, want_head], [x, token], [oracles.spread(g, y.patch, size), g_head])
     torch.testing.assert_close(oracles.pool(got[0], y.patch, "sum"), oracles.pool(want[0], y.patch, "sum"))

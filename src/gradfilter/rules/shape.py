@@ -62,24 +62,29 @@ def run_pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: f
     amounts = [(0, 0)] * x.dim()
     for i in range(len(pad) // 2):
         amounts[-1 - i] = (pad[2 * i], pad[2 * i + 1])
-    others = [(0, 0) if axis in layout.axes else amount for axis, amount in enumerate(amounts)]
+    (top, bottom), (left, right) = amounts[layout.rows], amounts[layout.columns]
+    if layout.tokens:
+        if bottom or top < 0:
+            return NotImplemented
+        # Empty tokens in front of a grid: each is a patch by itself.
+        layout, top, left = replace(layout, prefix=layout.prefix + top), 0, 0
+    else:
+        amounts[layout.rows] = amounts[layout.columns] = (0, 0)
+    others = any(any(amount) for amount in amounts)
     with torch.no_grad():
         y = func(pixels(x), pad, mode, value)
-    if not y.numel() or (layout.tokens and any(amounts[layout.rows])):
+    if not y.numel() or (others and mode != "constant"):
         return NotImplemented
-    carrier = x.carrier
-    if any(any(amount) for amount in others):
-        carrier = F.pad(carrier, [n for amount in reversed(others) for n in amount])
-    patch = x.patch
-    (top, bottom), (left, right) = amounts[layout.rows], amounts[layout.columns]
-    if any((left, right, top, bottom)):
+    carrier, patch, pads = x.carrier, x.patch, (left, right, top, bottom)
+    if others:
+        carrier = F.pad(carrier, [n for amount in reversed(amounts) for n in amount])
+    if any(pads):
         (h, w), patch = spatial_size(x), x.choices.tiling.patch_for(layout.size(y.shape))
         rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])
         columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
         carrier: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
-    pads = (left, right, top, bottom)
-    folds = mode == "constant" and not value and min(pads) >= 0  # zeros around what a crop has left are another map
-    folds = folds and layout == MAP and carrier.shape[:2] == x.carrier.shape[:2]
+    # Zeros around what a crop has left are another map.
+    folds = mode == "constant" and not value and min(pads) >= 0 and layout is MAP and not others
     return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None, layout)
 
 

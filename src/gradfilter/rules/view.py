@@ -169,6 +169,7 @@ DIMS: dict[str, Callable[..., Any]] = {
     "roll": lambda shifts, dims=(): dims,
     "index_select": lambda dim, index: dim,
     "repeat_interleave": lambda repeats, dim=None, output_size=None: () if dim is None else dim,
+    "repeat": lambda *times: [i for i, n in enumerate(times[0] if len(times) == 1 else times) if n != 1],
     "channel_shuffle": lambda groups: 1,
     "native_channel_shuffle": lambda groups: 1,
 }
@@ -192,6 +193,8 @@ def shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs)
+    if y.dim() != x.dim():
+        return NotImplemented
     return finish(x, y, func(x.carrier, *args[1:], **kwargs))
 
 
@@ -239,25 +242,28 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_view(index) and not takes_entries(index):
         return NotImplemented
     axis = out = 0
-    drops_prefix = False
+    dropped = 0
     places: dict[int, int] = {}
     kept: dict[int, range] = {}
     for n, i in enumerate(index):
         if i is not None and axis in x.spatial.axes:
-            if type(i) is int and i % x.shape[axis] < x.spatial.prefix:
-                return REGION_ENDS  # the class token, taken to the classifier
-            if not isinstance(i, slice):
+            if not isinstance(i, (int, slice)):
                 return NotImplemented
-            places[axis], kept[axis] = out, range(*i.indices(x.shape[axis]))
-            drops_prefix = x.spatial.tokens and kept[axis] == range(x.spatial.prefix, x.shape[axis])
-            index[n] = slice(x.spatial.prefix, None) if drops_prefix else slice(None)  # for the carrier
+            taken = range(x.shape[axis])[i]
+            if x.spatial.prefix and (taken if isinstance(taken, int) else max(taken, default=0)) < x.spatial.prefix:
+                return REGION_ENDS  # the class token, taken to the classifier
+            if isinstance(taken, int):
+                return NotImplemented
+            places[axis], kept[axis] = out, taken
+            if taken == range(taken.start, x.shape[axis]) and taken.start <= x.spatial.prefix:
+                dropped = taken.start  # of the prefix
+            index[n] = slice(dropped, None)  # for the carrier
         axis, out = axis + (i is not None), out + (type(i) is not int)
     with torch.no_grad():
         y = func(pixels(x), args[1])
-    prefix = 0 if drops_prefix else x.spatial.prefix
-    layout = Layout(places[x.spatial.rows], places[x.spatial.columns], x.spatial.tokens, prefix)
+    layout = Layout(places[x.spatial.rows], places[x.spatial.columns], x.spatial.tokens, x.spatial.prefix - dropped)
     carrier = x.carrier[tuple(index)]
-    whole = drops_prefix or all(len(r) == x.shape[axis] for axis, r in kept.items())
+    whole = all(len(r) == x.shape[axis] - dropped for axis, r in kept.items())
     if whole:
         if is_view(index):
             return share(x, func(*args), y, carrier, layout)
