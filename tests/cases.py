@@ -301,6 +301,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet_v2": lambda: make_torchvision("mobilenet_v2"),
     "mobilenet_v3_small": lambda: make_torchvision("mobilenet_v3_small"),
     "efficientnet-lite0": lambda: make_model("efficientnet-lite0", weights="pretrained", classes=10, generator=seeded()),
+    "cifar-resnet20": lambda: make_model("cifar-resnet20", classes=10, generator=seeded()),
     "mcunet-in3": lambda: make_model("mcunet-in3", classes=10, generator=seeded()),
 }
 """The networks that the whole engine must carry."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfilter as gf
+from gradfilter.apply import find_applied
 
 Gradients = Mapping[str, Tensor | None]
 CLASSES = 3
@@ -100,6 +101,13 @@ def applied(model: nn.Module, backward: gf.Backward | None = None, **options: An
 def plain(model: nn.Module) -> nn.Module:
     """Return a copy of a model that runs as a plan lets it run: the statistics of its batch norms do not move."""
     return copy.deepcopy(model).eval()
+
+
+def find_unexpected(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Return the exits that nobody expected, of the latest forward."""
+    found = find_applied(model)
+    assert found is not None
+    return found.log.find_unexpected()
 
 
 def loss_of(model: Callable[..., Tensor], images: Tensor | None = None, labels: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradfilter.bench import approximation
 from gradfilter.bench.__main__ import main
 from gradfilter.bench.fidelity import compare, measure
 
@@ -78,3 +79,12 @@ def test_lift_is_close_to_exact_on_photographs(tmp_path):
     assert whole["grid 4"] >= 0.92
     assert kernels["patch 2"] >= kernels["patch 2 lumped"] + 0.1
     assert kernels["grid 14"] > kernels["grid 7"] > kernels["grid 4"] > kernels["grid 2"]
+
+
+def test_approximation_is_held_against_the_projected_jacobian():
+    x, gy = (torch.randn(2, 5, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    for function in approximation.FUNCTIONS.values():
+        assert approximation.compare(function, x, gy, (1, 1)) == pytest.approx((1, 0), abs=1e-5)
+        cosine, error = approximation.compare(function, x, gy, (3, 3))
+        assert 0.5 < cosine < 0.9999
+        assert error > 0.01

@@ -9,8 +9,8 @@ from torch import nn
 
 import gradfilter as gf
 from cases import MODELS, draw, make_pair, seeded
-from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from helpers_safety import find_unexpected
 
 
 def gradients(model, x, labels):
@@ -45,7 +45,7 @@ def test_patch_one_is_exact_backprop(name, batch_norm):
         assert float((got[key] - g).norm()) <= 1e-9 * float(g.norm()) + 1e-12 * scale, key
     for key, buffer in exact.named_buffers():
         assert torch.equal(model.get_buffer(key), buffer), key
-    assert not find_applied(model).log.find_unexpected()
+    assert not find_unexpected(model)
 
 
 @pytest.mark.parametrize(

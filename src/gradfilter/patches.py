@@ -8,7 +8,7 @@ per geometry with numpy and cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -47,7 +47,7 @@ class Layout:
     tokens: Pair | None = None
     prefix: int = 0
 
-    def size(self, shape: torch.Size | tuple[int, ...]) -> Pair:
+    def size(self, shape: Sequence[int]) -> Pair:
         """Return the spatial size `(h, w)` of a tensor of this shape."""
         return self.tokens or (shape[self.rows], shape[self.columns])
 
@@ -56,7 +56,7 @@ class Layout:
         """The spatial axes."""
         return (self.rows,) if self.tokens else (self.rows, self.columns)
 
-    def resize(self, shape: torch.Size | tuple[int, ...], size: Pair) -> list[int]:
+    def resize(self, shape: Sequence[int], size: Pair) -> list[int]:
         """Return `shape` with another spatial size."""
         out = list(shape)
         if self.tokens:

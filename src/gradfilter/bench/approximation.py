@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfilter.bench.fidelity import MODEL, find_images, load_image
 from gradfilter.bench.report import Report
@@ -56,7 +57,11 @@ def find_maps(images: Tensor) -> list[tuple[Tensor, Tensor]]:
     model = make_model(MODEL, weights="pretrained").eval().requires_grad_(False)
     outputs: list[Tensor] = []
     blocks = model.get_submodule("blocks")
-    handles = [stage.register_forward_hook(lambda _m, _x, y: outputs.append(y)) for stage in blocks.children()]
+
+    def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        outputs.append(output)
+
+    handles = [stage.register_forward_hook(keep) for stage in blocks.children()]
     scores = model(images.requires_grad_())
     for handle in handles:
         handle.remove()

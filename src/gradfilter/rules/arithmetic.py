@@ -152,7 +152,7 @@ def order(first: Any, second: Any, inplace: bool) -> tuple[PatchTensor, Any] | N
 def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, b: float) -> Any:
     """Return a·first + b·second, computed by `func` itself, where at least one of the two is a live PatchTensor."""
     inplace = is_inplace(func, kwargs)
-    ordered = order(*args, inplace)
+    ordered = order(args[0], args[1], inplace)
     if ordered is None:
         return NotImplemented
     x, other = ordered
@@ -207,8 +207,7 @@ def rsub(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def mean_at(x: Tensor, patch: Pair, layout: Layout, changing: bool) -> Tensor:
     """Return the patch means of an argument that is about to change or not: at patch 1 they are the value itself."""
-    shared = is_live(x) and patch == x.patch
-    means = mean(x) if shared else pool_mean(pixels(x), patch, layout)
+    means = mean(x) if is_live(x) and patch == x.patch else pool_mean(pixels(x), patch, layout)
     return means.clone() if changing and patch == (1, 1) else means
 
 
@@ -254,7 +253,7 @@ def mul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Multiply: PatchTensors (gates), by a number, by a tensor constant over space (squeeze-excite, layer scale)."""
     if len(args) != 2 or kwargs:
         return NotImplemented
-    ordered = order(*args, is_inplace(func, kwargs))
+    ordered = order(args[0], args[1], is_inplace(func, kwargs))
     if ordered is None:
         return NotImplemented
     x, factor = ordered

@@ -55,7 +55,7 @@ class ChannelNorm(Function):
             gx = h - x_hat * (h * x_hat).mean(-1, keepdim=True)
             gx = s * (gx - h.mean(-1, keepdim=True) if ctx.centred else gx)
         if need_gamma:
-            g_gamma = (g * x_hat).sum_to_size(gamma.shape)
+            g_gamma = (g * x_hat).reshape(-1, g.shape[-1]).sum(0)
         if need_beta:
             g_beta = g.reshape(-1, g.shape[-1]).sum(0)
         return gx, g_gamma, g_beta, None, None, None, None

@@ -58,8 +58,7 @@ def follow_axes(func: Callable[..., Any], x: PatchTensor, args: Sequence[Any], k
         "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "chunk", "split",
         "split_with_sizes", "tensor_split", "unbind", "narrow", "select", inplace=False,
     ),
-    Tensor.mT.__get__,
-    Tensor.T.__get__,
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
     any_layout=True,
 )  # fmt: skip
 def rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
