@@ -132,11 +132,12 @@ class TransposedConv(Part):
         super().__init__(channels)
         extra = (stride[0] - 1, max(0, stride[1] - 2))
         self.conv = nn.ConvTranspose2d(channels, channels, kernel, stride, padding, extra, groups, True, dilation)
+        self.crop = padding
         self.norm = nn.Identity() if norm == "none" else Norm(channels, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.conv
-        reach = [c.dilation[i] * (c.kernel_size[i] - 1) + c.output_padding[i] + 1 - 2 * c.padding[i] for i in (0, 1)]
+        reach = [c.dilation[i] * (c.kernel_size[i] - 1) + c.output_padding[i] + 1 - 2 * self.crop[i] for i in (0, 1)]
         sizes = [(x.shape[2 + i] - 1) * c.stride[i] + reach[i] for i in (0, 1)]
         return x if min(sizes) < 1 or max(sizes) > LARGEST else self.norm(c(x))
 
@@ -411,7 +412,7 @@ class Fit(Part):
         if x.shape[2:] == like.shape[2:]:
             return x
         if self.resize == "adaptive":
-            return F.adaptive_avg_pool2d(x, like.shape[2:])
+            return F.adaptive_avg_pool2d(x, (like.shape[2], like.shape[3]))
         if self.resize == "pad":
             return F.pad(x, (0, like.shape[3] - x.shape[3], 0, like.shape[2] - x.shape[2]))
         return F.interpolate(x, like.shape[2:], mode=self.resize)
@@ -457,10 +458,9 @@ class Branches(Part):
         projects: bool = True,
         resize: str = "bilinear",
     ) -> None:
-        steps, shortcut = Chain(channels, steps), Chain(channels, shortcut)
-        super().__init__(0)
-        self.steps, self.shortcut = steps, shortcut
-        self.join = Join(steps.channels, shortcut.channels, how, projects, resize)
+        super().__init__(channels)
+        self.steps, self.shortcut = Chain(channels, steps), Chain(channels, shortcut)
+        self.join = Join(self.steps.channels, self.shortcut.channels, how, projects, resize)
         self.channels = self.join.channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -479,14 +479,12 @@ class Split(Part):
         how: str = "cat",
         resize: str = "bilinear",
     ) -> None:
-        # A convolution in front of each: parts take multiples of four channels.
-        half = channels // 2
-        ways = [Chain(4, way) for way in (first, second)]
-        super().__init__(0)
-        self.kind, self.half = kind, half
-        self.enter = nn.ModuleList(Conv(half, kernel=(1, 1)) if half % 4 else nn.Identity() for _ in ways)
-        if not half % 4:
-            ways = [Chain(half, way) for way in (first, second)]
+        super().__init__(channels)
+        self.kind, self.width = kind, channels // 2
+        # Parts take multiples of four channels: a convolution in front of each way where a half is none.
+        odd = self.width % 4 != 0
+        self.enter = nn.ModuleList(Conv(self.width, kernel=(1, 1)) if odd else nn.Identity() for _ in (first, second))
+        ways = [Chain(4 if odd else self.width, way) for way in (first, second)]
         self.ways = nn.ModuleList(ways)
         self.join = Join(ways[0].channels, ways[1].channels, how, True, resize)
         self.channels = self.join.channels
@@ -495,13 +493,13 @@ class Split(Part):
         if self.kind == "chunk":
             halves = x.chunk(2, 1)
         elif self.kind == "split":
-            halves = torch.split(x, [self.half, self.half], dim=1)
+            halves = torch.split(x, [self.width, self.width], dim=1)
         elif self.kind == "tensor_split":
             halves = x.tensor_split(2, 1)
         elif self.kind == "slices":
-            halves = (x[:, : self.half], x[:, self.half :])
+            halves = (x[:, : self.width], x[:, self.width :])
         else:
-            halves = x.view(len(x), 2, self.half, *x.shape[2:]).unbind(1)
+            halves = x.view(len(x), 2, self.width, *x.shape[2:]).unbind(1)
         first, second = (way(enter(h)) for way, enter, h in zip(self.ways, self.enter, halves, strict=True))
         return self.join(first, second)
 
@@ -553,11 +551,9 @@ class Network(nn.Module):
     def __init__(self, stem: Spec, steps: Sequence[Spec], head: str) -> None:
         super().__init__()
         first = stem.make(4)
-        self.features = nn.Sequential(first, Chain(first.channels, steps))
-        width = self.features[1].channels
-        assert isinstance(width, int)
-        self.head = head
-        self.classifier = nn.Linear(width * (4 if head in ("flatten", "view") else 1), 3)
+        chain = Chain(first.channels, steps)
+        self.features, self.head = nn.Sequential(first, chain), head
+        self.classifier = nn.Linear(chain.channels * (4 if head in ("flatten", "view") else 1), 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(HEADS[self.head](self.features(x)))
