@@ -132,8 +132,11 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not is_live(x):
         return takes_shape(func, args)
+    value = pixels(x)
     with torch.no_grad():
-        y = func(pixels(x), *args[1:], **kwargs)
+        y = func(value, *args[1:], **kwargs)
+    if y is value:
+        return x
     if y.dtype != x.dtype:
         return NotImplemented
     layout = align(x.shape, y.shape, x.spatial)
