@@ -584,6 +584,38 @@ class Drawn:
         return network.double()
 
 
+POOLS = ("max", "avg", "avg padded")
+MODES = ("adaptive", "nearest", "nearest-exact", "bilinear", "bicubic", "area")
+GATES = ("se", "se pool", "linear", "eca", "spatial", "pixels", "softmax", "response")
+LAYOUTS = ("nhwc", "reshape", "unflatten")
+ORDERS = ("view", "torch", "unbind", "index")
+SHUFFLES = ("down", "up", "slices")
+PADS = ("constant", "reflect", "replicate", "circular")
+DROPS = ("values", "channels", "images")
+SPLITS = ("chunk", "split", "tensor_split", "slices", "unbind")
+
+EVERY = [
+    *(spec(Conv, norm=kind) for kind in NORMS),
+    spec(Conv, standard=True),
+    spec(TransposedConv, stride=(2, 1)),
+    *(spec(Activation, name=name, inplace=inplace) for name in ACTIVATIONS for inplace in (False, True)),
+    *(spec(Pool, kind=kind) for kind in POOLS),
+    *(spec(Resize, mode=mode, size=(3, 8)) for mode in MODES),
+    *(spec(Gate, kind=kind) for kind in GATES),
+    *(spec(LastBlock, kind=kind) for kind in LAYOUTS),
+    *(spec(ChannelShuffle, kind=kind) for kind in ORDERS),
+    *(spec(Shuffle, kind=kind) for kind in SHUFFLES),
+    *(spec(Pad, mode=mode, pads=(1, 2, 0, 1)) for mode in PADS),
+    *(spec(Dropout, p=0.3, kind=kind) for kind in DROPS),
+    spec(Thin, widen=True),
+    spec(BlurPool),
+    *(spec(Branches, steps=[spec(Conv, out=8)], how=how) for how in JOINS),
+    *(spec(Split, kind=kind, first=[spec(Conv)]) for kind in SPLITS),
+    spec(Checkpoint, steps=[spec(Conv, norm="train"), spec(Activation)]),
+]
+"""Every kind of part once, so that none is left to chance."""
+
+
 def pairs(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Draw a pair, most often of equals."""
     return st.one_of(values.map(lambda v: (v, v)), st.tuples(values, values))
@@ -594,8 +626,9 @@ def one_of(*names: str) -> st.SearchStrategy[str]:
 
 
 def parts(kind: type[Part], /, **options: st.SearchStrategy[Any]) -> st.SearchStrategy[Spec]:
-    """Draw a part; where nothing is drawn for it, an option keeps its default."""
-    return st.fixed_dictionaries({}, optional=options).map(lambda drawn: Spec(kind, drawn))
+    """Draw a part: always what kind it is, but any other option may keep its default."""
+    chosen = {name: options.pop(name) for name in ("kind", "name", "mode", "how") if name in options}
+    return st.fixed_dictionaries(chosen, optional=options).map(lambda drawn: Spec(kind, drawn))
 
 
 small, norms = st.integers(1, 3), st.sampled_from(list(NORMS))
@@ -620,7 +653,7 @@ simple = st.one_of(
     parts(Norm, kind=norms),
     parts(
         Pool,
-        kind=one_of("max", "avg", "avg padded"),
+        kind=one_of(*POOLS),
         kernel=pairs(small),
         stride=pairs(small),
         padding=st.booleans(),
@@ -637,24 +670,24 @@ simple = st.one_of(
     ),
     parts(
         Resize,
-        mode=one_of("adaptive", "nearest", "nearest-exact", "bilinear", "bicubic", "area"),
+        mode=one_of(*MODES),
         size=pairs(st.integers(1, 9)),
         scale=pairs(st.sampled_from([2.0, 0.5, 1.7, 0.6])),
         corners=st.booleans(),
     ),
-    parts(Gate, kind=one_of("se", "se pool", "linear", "eca", "spatial", "pixels", "softmax", "response")),
-    parts(LastBlock, kind=one_of("nhwc", "reshape", "unflatten"), norm=st.booleans(), scale=st.booleans()),
-    parts(ChannelShuffle, kind=one_of("view", "torch", "unbind", "index"), groups=st.sampled_from([2, 4])),
-    parts(Shuffle, kind=one_of("down", "up", "slices")),
+    parts(Gate, kind=one_of(*GATES)),
+    parts(LastBlock, kind=one_of(*LAYOUTS), norm=st.booleans(), scale=st.booleans()),
+    parts(ChannelShuffle, kind=one_of(*ORDERS), groups=st.sampled_from([2, 4])),
+    parts(Shuffle, kind=one_of(*SHUFFLES)),
     parts(
         Pad,
-        mode=one_of("constant", "reflect", "replicate", "circular"),
+        mode=one_of(*PADS),
         pads=st.tuples(*[st.integers(-1, 2)] * 4),
         value=st.sampled_from([0.0, 0.7]),
     ),
     parts(Thin, widen=st.booleans(), start=st.integers(0, 2), step=small),
     parts(BlurPool),
-    parts(Dropout, p=st.sampled_from([0.0, 0.3]), kind=one_of("values", "channels", "images"), inplace=st.booleans()),
+    parts(Dropout, p=st.sampled_from([0.0, 0.3]), kind=one_of(*DROPS), inplace=st.booleans()),
 )
 recalls = parts(Recall, back=st.integers(1, 4), how=hows, resize=resizes)
 
@@ -666,7 +699,7 @@ def nest(inner: st.SearchStrategy[Spec]) -> st.SearchStrategy[Spec]:
         parts(Branches, steps=steps, shortcut=steps, how=hows, projects=st.booleans(), resize=resizes),
         parts(
             Split,
-            kind=one_of("chunk", "split", "tensor_split", "slices", "unbind"),
+            kind=one_of(*SPLITS),
             first=steps,
             second=steps,
             how=hows,

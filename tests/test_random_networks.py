@@ -14,7 +14,7 @@ import gradfilter as gf
 from cases import draw
 from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from random_networks import Conv, Drawn, Gate, LastBlock, Norm, networks, sizes, spec
+from random_networks import EVERY, HEADS, Activation, Conv, Drawn, Gate, LastBlock, Norm, networks, sizes, spec
 
 run = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 batches = st.integers(1, 3)
@@ -96,15 +96,8 @@ def assert_close(got, want):
             assert float((got[key] - g).norm()) <= 1e-9 * float(g.norm()) + 1e-12 * scale, key
 
 
-@run
-@given(drawn=networks, size=sizes, n=batches, batch_norm=batch_norms)
-@example(
-    drawn=Drawn(spec(Conv), [spec(Conv), spec(Gate, kind="spatial")]), size=(5, 5), n=1, batch_norm="eval"
-)  # two maps of one pixel
-@example(
-    drawn=Drawn(spec(Conv), [spec(Conv), spec(LastBlock, kind="reshape")]), size=(5, 5), n=1, batch_norm="eval"
-)  # one token
-def test_patch_one_is_exact(drawn, size, n, batch_norm):
+def check_exact(drawn, size, n, batch_norm):
+    """Hold a network at patch 1 against torch."""
     model, exact = make_twins(drawn, gf.Plan.all(gf.Backward(patch=1), batch_norm=batch_norm))
     x = draw(n, 4, *size)
     want_y, want = step_or_reject(exact, x)
@@ -114,6 +107,28 @@ def test_patch_one_is_exact(drawn, size, n, batch_norm):
     assert not find_unexpected(model)
     for key, buffer in exact.named_buffers():
         torch.testing.assert_close(model.get_buffer(key), buffer, rtol=1e-12, atol=1e-12)
+
+
+@run
+@given(drawn=networks, size=sizes, n=batches, batch_norm=batch_norms)
+@example(
+    drawn=Drawn(spec(Conv), [spec(Conv), spec(Gate, kind="spatial")]), size=(5, 5), n=1, batch_norm="eval"
+)  # two maps of one pixel
+@example(
+    drawn=Drawn(spec(Conv), [spec(Conv), spec(LastBlock, kind="reshape")]), size=(5, 5), n=1, batch_norm="eval"
+)  # one token
+def test_patch_one_is_exact(drawn, size, n, batch_norm):
+    check_exact(drawn, size, n, batch_norm)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_is_exact(head):
+    check_exact(Drawn(spec(Conv), [spec(Activation)], head), (9, 12), 2, "train")
+
+
+@pytest.mark.parametrize("part", EVERY, ids=repr)
+def test_every_part_is_exact(part):
+    check_exact(Drawn(spec(Conv, norm="eval"), [part, spec(Conv)]), (9, 12), 2, "train")
 
 
 @pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")
