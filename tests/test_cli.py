@@ -92,7 +92,7 @@ def test_options_make_the_plan(nets, capsys, tmp_path):
     _, out, _ = run(
         capsys, f"{nets}:plain", "--last", "1", "--patch", "2", "--kernel", "lumped", "--pixels", "16", "--batch", "1"
     )
-    assert "1 convolution at patch resolution" in out
+    assert "1 layer at patch resolution" in out
     assert "patch 2 lumped" in out
     Plan({"3": Backward(patch=3)}, rest="exact").save(tmp_path / "plan.yaml")
     _, out, _ = run(capsys, f"{nets}:plain", "--plan", "plan.yaml", "--pixels", "16")

@@ -247,3 +247,38 @@ def test_a_custom_op_trains_correctly_with_one_warning_that_says_what_to_do(name
     assert (name if name != "on a view" else "Cube") in message
     assert "docs/rules.md" in message
     assert "behind block1.conv2" in gf.describe(model)
+
+
+class Residuals(nn.Module):
+    """Two residual blocks in either order of the sum, then a function without a rule."""
+
+    def __init__(self, swap: bool) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = (nn.Conv2d(n, 4, 3, padding=1).double() for n in (3, 4, 4))
+        self.swap = swap
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in (self.one, self.two):
+            x = block(x) + x if self.swap else x + block(x)
+        return x.cumsum(1).mean((2, 3))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_behind_a_residual_the_latest_layer_counts(swap):
+    model = gf.apply_(Residuals(swap), gf.Plan.all(gf.Backward(patch=2)))
+    with pytest.warns(ExitWarning, match="behind layer 'two' ends at torch.Tensor.cumsum"):
+        model(make_images())
+
+
+def test_a_view_changed_in_place_is_named_as_such():
+    def triple(x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.permute(0, 2, 3, 1).mul_(3)
+        return y * 2
+
+    net = make_net(Run(triple))
+    model = applied(net)
+    with pytest.warns(ExitWarning, match="a view of an activation was changed in place"):
+        got = gradients(model)
+    assert_close(got, gradients(plain(net)))

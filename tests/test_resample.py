@@ -17,6 +17,7 @@ from gradfilter.errors import ExitWarning
 from gradfilter.patches import Axis, lift_axis
 from gradfilter.rules.resample import interpolate_axis
 from gradfilter.tensor import PatchTensor, enter
+from helpers_safety import find_unexpected
 from test_rules import choose, clamp, kernels, run_or_skip, run_rule, sides, sizes
 
 REDUCTIONS = {
@@ -206,7 +207,7 @@ def test_a_network_of_these_rules_is_exact_at_patch_one():
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    assert "exit" not in gf.describe(model)
+    assert not find_unexpected(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

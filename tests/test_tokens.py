@@ -1,5 +1,7 @@
 """Linear layers on grids of tokens: vision transformers, mixers, channels-last maps."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import gradfilter as gf
 from cases import draw, seeded
 from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from gradfilter.errors import PlanError
+from gradfilter.errors import ExitWarning, PlanError
 from helpers_safety import applied, assert_close, gradients, plain, randomise
 
 WIDTH = 12
@@ -145,3 +147,25 @@ def test_tokens_are_part_of_a_plan():
         gf.Backward(tokens=0)
     with pytest.raises(PlanError, match=r"has no Conv2d.*Backward\(tokens=14\)"):
         gf.apply_(nn.Linear(3, 3), gf.Plan.all())
+
+
+def test_a_grid_of_tokens_that_fits_nothing_is_told_once():
+    model = gf.apply_(make(1), gf.Plan({"blocks": gf.Backward(patch=2, tokens=9)}))
+    with pytest.warns(
+        ExitWarning, match=r"blocks\.0\.1\.qkv got \[2, 25, 12\], which is no grid of 9×9 tokens.*trained exactly"
+    ):
+        model(IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((4, 6), True), ((2, 3), True), ((12, 18), True), ((4, 4), False), ((3, 96), False), ((6, 9), False)]
+)
+def test_maps_of_other_stages_fit_a_grid_that_fits_the_first(shape, fits):
+    model = gf.apply_(nn.Sequential(nn.Linear(5, 3)), gf.Plan.all(gf.Backward(patch=2, tokens=(4, 6))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExitWarning)
+        model(torch.zeros(2, *shape, 5))
+    found = find_applied(model)
+    assert found is not None
+    assert bool(found.patches) == fits
+    assert bool(found.exact) != fits

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,16 +16,26 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
-from gradfilter.errors import InputError, PlanError
+from gradfilter.errors import ExitWarning, InputError, PlanError
 from gradfilter.patches import MAP, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
-from gradfilter.regions import Choices, Log
+from gradfilter.regions import Choices, Log, count_inner_frames
 from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, plain_torch, regrid
 
 
 @dataclass
 class Applied:
-    """What `apply_` has done to a model: all that `describe` and `remove_` need."""
+    """What `apply_` has done to a model, and what its latest forward has met: all that `describe` and `remove_` need.
+
+    Attributes:
+        plan: The plan.
+        resolved: The plan spelled out.
+        frozen: The parameters that it froze.
+        log: Regions and exits.
+        image: Size of the network's input.
+        patches: The patch of each planned layer that ran at patch resolution.
+        exact: Why a planned layer that saw a map or tokens ran exactly.
+    """
 
     plan: Plan
     resolved: Resolved
@@ -31,6 +43,7 @@ class Applied:
     log: Log = field(default_factory=Log)
     image: Pair | None = None
     patches: dict[str, Pair] = field(default_factory=dict)
+    exact: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,15 +68,16 @@ class Hook(ABC):
 
 
 @dataclass
-class ImageSize(Hook):
-    """Forward pre-hook and hook on the model: notes the size of the network's input, to which a grid refers.
+class WholeModel(Hook):
+    """Forward pre-hook and hook on the model.
 
-    After the first forward it searches the graph for exits that no torch function has told of.
+    Before each forward it notes the size of the network's input, to which a grid refers; after the first one it looks for what
+    the user should know: exits that no torch function has told of, and a grid of tokens that fits nothing.
     """
 
     def attach(self, module: nn.Module) -> None:
         super().attach(module)
-        self.handles.append(module.register_forward_hook(self.search))
+        self.handles.append(module.register_forward_hook(self.look_back))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -73,15 +87,33 @@ class ImageSize(Hook):
                     break
             self.applied.log.start()
 
-    def search(self, module: nn.Module, args: Any, output: Any) -> None:
+    def look_back(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the exits by code that by-passes torch functions: they are right, but nobody would know of them."""
         log = self.applied.log
-        if torch.is_grad_enabled() and log.regions and log.bypasses is None and not is_traced():
-            reason = "it is no torch function, but code with a backward of its own"
-            found = [(node.choices.layer, name) for name, node in find_exits(output) if not hasattr(node, "noted")]
-            log.bypasses = dict.fromkeys(found, reason)
-            for layer, name in log.bypasses:
+        if not torch.is_grad_enabled() or log.bypasses is not None or is_traced():
+            return
+        asked = [name for name, backward in self.applied.resolved.linears.items() if backward.tokens is not None]
+        misfits = [f"{name} got {self.applied.exact[name]}" for name in asked if name in self.applied.exact]
+        if misfits and not log.warned and not any(name in self.applied.patches for name in asked):
+            log.warned = True
+            warnings.warn(
+                f"no Linear layer sees the grid of tokens that the plan names: {misfits[0]}. They are all trained exactly. "
+                "Give the size of the grid at this image size, Backward(tokens=(h, w)).",
+                ExitWarning,
+                stacklevel=count_inner_frames() + 1,
+            )
+        if log.regions:
+            log.bypasses = {}
+            for name, node in find_exits(output):
+                if not hasattr(node, "noted"):
+                    reason = CHANGED if name.rpartition("::")[2] in ("CopySlices", "AsStrided") else BY_PASS
+                    log.bypasses.setdefault((node.choices.layer, name), reason)
+            for (layer, name), reason in log.bypasses.items():
                 log.note(layer, name, reason)
+
+
+BY_PASS = "it is no torch function, but code with a backward of its own"
+CHANGED = "a view of an activation was changed in place, and the activation used after that"
 
 
 def find_exits(output: Any) -> list[tuple[str, Any]]:
@@ -124,16 +156,15 @@ class PlannedLayer(Hook):
             x = args[0] if key is None else kwargs.get(key)
             if not isinstance(x, Tensor):
                 return None  # not for us: the layer itself says what is wrong
-            if self.applied.image and not is_in_backward():
-                layout = self.find_layout(module, x)
-                if layout is not None:
-                    self.images[layout.size(x.shape)] = self.applied.image
+            layout = self.find_layout(module, x)
+            if isinstance(layout, Layout) and self.applied.image and not is_in_backward():
+                self.images[layout.size(x.shape)] = self.applied.image
             if not torch.is_grad_enabled():
                 return None
             if not x.requires_grad and not any(p.requires_grad for p in module.parameters()):
                 return None
-            layout = self.find_layout(module, x)
-            if layout is None:
+            if not isinstance(layout, Layout):
+                self.applied.exact[self.layer] = layout
                 return None
             self.check(module, x)
             choices = self.choose(x, layout)
@@ -143,20 +174,22 @@ class PlannedLayer(Hook):
             x = regrid(x, patch, choices) if is_live(x) else enter(x, choices, layout)
         return ((x, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: x})
 
-    def find_layout(self, module: nn.Module, x: Tensor) -> Layout | None:
-        """Return which axes of x are rows and columns; `None` where there is nothing to pool, and the layer runs as it is."""
+    def find_layout(self, module: nn.Module, x: Tensor) -> Layout | str:
+        """Return which axes of x are rows and columns, or what x is, where the layer runs exactly."""
+        is_conv = isinstance(module, Conv)
         if is_live(x):
-            return x.spatial
-        if isinstance(module, Conv):
-            # One pixel (squeeze-excite): nothing to pool, and torch's own graph is the lighter one.
-            return None if x.dim() == 4 and map_size(x) == (1, 1) and not is_traced() else MAP
-        if self.backward.tokens is None or x.dim() not in (3, 4):
-            return None
-        if x.dim() == 4:
-            return Layout(1, 2)
+            return x.spatial if is_conv or x.dim() - 1 not in x.spatial.axes else "the places of a map, which it mixes"
+        if is_conv:
+            # Squeeze-excite: nothing to pool, and torch's own graph is the lighter one.
+            return "one pixel" if x.dim() == 4 and map_size(x) == (1, 1) and not is_traced() else MAP
+        if self.backward.tokens is None:
+            return "features outside of a region"
         h, w = make_pair(self.backward.tokens)
-        prefix = x.shape[1] - h * w
-        return Layout(1, 1, (h, w), prefix) if 0 <= prefix <= MOST_PREFIX else None
+        if x.dim() == 4 and is_multiple(x.shape[1:3], (h, w)):
+            return Layout(1, 2)
+        if x.dim() == 3 and 0 <= x.shape[1] - h * w <= MOST_PREFIX:
+            return Layout(1, 1, (h, w), x.shape[1] - h * w)
+        return f"{list(x.shape)}, which is no grid of {h}×{w} tokens"
 
     def choose(self, x: Tensor, layout: Layout) -> Choices:
         """Return the layer's choices for the image at hand.
@@ -193,6 +226,12 @@ class PlannedLayer(Hook):
             )
 
 
+def is_multiple(size: Sequence[int], grid: Pair) -> bool:
+    """Tell whether a map has the size of a grid, or as many times fewer or more places per side in a stage of the network."""
+    ratios = {Fraction(n, g) for n, g in zip(size, grid, strict=True)}
+    return len(ratios) == 1 and 1 in (*(ratio := ratios.pop()).as_integer_ratio(), ratio)
+
+
 def is_in_backward() -> bool:
     """Tell whether autograd is running backward: what runs forward then, a checkpoint runs again."""
     return torch._C._current_graph_task_id() != -1
@@ -220,7 +259,7 @@ class FrozenStatistics(Hook):
 
 def find_applied(model: nn.Module) -> Applied | None:
     """Return what `apply_` has done to this model, if it has."""
-    return next((hook.applied for hook in find_hooks(model) if isinstance(hook, ImageSize)), None)
+    return next((hook.applied for hook in find_hooks(model) if isinstance(hook, WholeModel)), None)
 
 
 def apply_(model: nn.Module, plan: Plan) -> nn.Module:
@@ -257,7 +296,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     applied = Applied(plan, resolved, [p for p in trainable if p not in trained])
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
-    ImageSize(applied).attach(model)
+    WholeModel(applied).attach(model)
     for name, backward in (*resolved.convs.items(), *resolved.linears.items()):
         PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
     for name in resolved.frozen_norms:
@@ -294,64 +333,3 @@ def remove_(model: nn.Module) -> nn.Module:
             parameter.requires_grad_(True)
         hook.applied.frozen = [p for p in hook.applied.frozen if p not in here]
     return model
-
-
-def describe(model: nn.Module) -> str:
-    """Return the plan in force as a table: layer, backward, patch, trained parameters; then each region and its exits.
-
-    Patch sizes, regions and exits are those of the latest forward pass with gradients.
-    """
-    applied = find_applied(model)
-    if applied is None:
-        return f"{type(model).__name__}: no plan applied."
-    plan = applied.plan
-    layers = {**applied.resolved.convs, **applied.resolved.linears}
-    # A Linear layer behind the last region, the classifier say, is trained exactly.
-    planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
-    title = f"{type(model).__name__}: {count(planned, 'layer')} at patch resolution, rest {plan.rest}, "
-    rows = [("layer", "backward", "patch", "trained")]
-    for name in planned:
-        own = model.get_submodule(name).named_parameters(recurse=False)
-        trained = " ".join(key for key, p in own if p.requires_grad) or "-"
-        rows.append((name or "(model)", str(layers[name]), describe_patch(layers[name], applied.patches.get(name)), trained))
-    for name, module in model.named_modules():
-        if name in applied.resolved.trained and name not in planned:
-            trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
-            if trained:
-                rows.append((name or "(model)", "-", "-", trained))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.insert(0, f"{title}batch norm {plan.batch_norm}")
-    return "\n".join([*lines, *describe_regions(applied.log)])
-
-
-def count(items: Sized, noun: str) -> str:
-    """Return how many there are, in words that fit."""
-    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
-
-
-def describe_regions(log: Log) -> list[str]:
-    """Return a line for each region, and one for each function at which it ends: where, and why."""
-    if not log.regions:
-        return ["regions: none seen yet; run a forward pass"]
-    lines = []
-    for region, layers in log.regions.items():
-        *_, last = layers
-        lines.append(f"region: {region or '(model)'}" + (f" to {last} ({count(layers, 'layer')})" if len(layers) > 1 else ""))
-        ends: dict[tuple[str, str], list[str]] = {}
-        for (layer, function), reason in log.exits.items():
-            if layer in layers:
-                ends.setdefault((function, reason), []).append(layer or "(model)")
-        for (function, reason), places in ends.items():
-            shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-            lines.append(f"  exit at {function} behind {shown}: {reason}")
-    return lines
-
-
-def describe_patch(backward: Backward, patch: Pair | None) -> str:
-    """Return a patch size for the table; flag a grid so fine that the layer's gradient is exact."""
-    if patch is None:
-        return "?"
-    text = str(patch[0]) if patch[0] == patch[1] else f"{patch[0]}x{patch[1]}"
-    return f"{text} (exact: the map is no larger than the grid)" if backward.grid and patch == (1, 1) else text

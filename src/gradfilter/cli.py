@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import Applied, apply_, describe, find_applied, remove_
+from gradfilter.apply import Applied, apply_, find_applied, remove_
 from gradfilter.bench.setup import find_outputs
 from gradfilter.cost import measure_saved_bytes
+from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, GradFilterError, InputError, PlanError
 from gradfilter.models import make_network
 from gradfilter.plan import Backward, Plan

@@ -23,12 +23,14 @@ class Log:
 
     Attributes:
         regions: For the layer at which a region was entered, the planned layers in it, in the order they ran.
+        ranks: The place of each planned layer in the order in which they ran.
         exits: From the latest planned layer and the function to the reason, `EXPECTED` where no other was needed.
         warned: Whether somebody was told about an exit that nobody expected: once per model is enough.
         bypasses: The exits by code that by-passes torch functions, found in the graph of the first forward; `None` before.
     """
 
     regions: dict[str, dict[str, None]] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
     exits: dict[tuple[str, str], str] = field(default_factory=dict)
     warned: bool = False
     bypasses: dict[tuple[str, str], str] | None = None
@@ -36,11 +38,13 @@ class Log:
     def start(self) -> None:
         """Forget the forward before."""
         self.regions.clear()
+        self.ranks.clear()
         self.exits = dict(self.bypasses or {})
 
     def join(self, region: str, layer: str) -> None:
         """Record that a planned layer runs in a region."""
         self.regions.setdefault(region, {}).setdefault(layer)
+        self.ranks.setdefault(layer, len(self.ranks))
 
     def note(self, layer: str, func: Callable[..., Any] | str, reason: str = EXPECTED) -> None:
         """Record an exit; warn about the first one that nobody expected."""
@@ -51,7 +55,7 @@ class Log:
             warnings.warn(
                 f"the region behind layer '{layer}' ends at {name}: {reason}. Gradients stay right, but from here on they "
                 "are held at pixel resolution until the next planned layer. To keep them at patch resolution, use a function "
-                "that has a patch rule, or give this one a rule of its own (docs/rules.md tells how). "
+                "that has a patch rule, or give this one a rule with gradfilter.tensor.rule, as docs/rules.md shows. "
                 "gradfilter.describe(model) lists every exit.",
                 ExitWarning,
                 stacklevel=count_inner_frames() + 1,
@@ -87,3 +91,8 @@ class Choices:
     kernel: str = "lift"
     log: Log = field(default_factory=Log, compare=False, repr=False)
     region: str = field(default="", compare=False)
+
+    @property
+    def rank(self) -> int:
+        """The place of the layer in the order in which layers ran."""
+        return self.log.ranks.get(self.layer, -1)

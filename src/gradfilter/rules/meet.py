@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradfilter.patches import Layout, Pair, count_cells
+from gradfilter.regions import Choices
 from gradfilter.tensor import (
-    Choices,
     PatchTensor,
     enter_carrier,
     find_live,
@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
     Attributes:
         patch: The finest patch among them.
         layout: Their layout.
-        choices: Those of the first PatchTensor.
+        choices: Those of the planned layer that ran last.
         carriers: A carrier for each tensor.
     """
 
@@ -82,7 +82,7 @@ def meet(tensors: Sequence[Tensor], shape: Sequence[int] | None = None) -> Meeti
             if len(wanted) <= max(layout.axes) or layout.resize(wanted, size) != list(wanted):
                 return None
             carriers.append(enter_carrier(t if t.shape == wanted else t.expand(wanted), patch, layout))
-    return Meeting(patch, layout, live[0].choices, carriers)
+    return Meeting(patch, layout, max((t.choices for t in live), key=lambda choices: choices.rank), carriers)
 
 
 def broadcast(*tensors: Tensor) -> torch.Size:

@@ -1,0 +1,74 @@
+"""Tell what a plan does to a model: layers, regions, exits."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from torch import nn
+
+from gradfilter.apply import Applied, find_applied
+from gradfilter.plan import Backward
+from gradfilter.regions import Log
+
+
+def describe(model: nn.Module) -> str:
+    """Return the plan in force as a table: layer, backward, patch, trained parameters; then each region and its exits.
+
+    Patch sizes, regions and exits are those of the latest forward pass with gradients.
+    """
+    applied = find_applied(model)
+    if applied is None:
+        return f"{type(model).__name__}: no plan applied."
+    plan = applied.plan
+    layers = {**applied.resolved.convs, **applied.resolved.linears}
+    # A Linear layer behind the last region, the classifier say, is trained exactly.
+    planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
+    coarse = [name for name in planned if name in applied.patches or not applied.patches]
+    title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, rest {plan.rest}, "
+    rows = [("layer", "backward", "patch", "trained")]
+    for name in planned:
+        own = model.get_submodule(name).named_parameters(recurse=False)
+        trained = " ".join(key for key, p in own if p.requires_grad) or "-"
+        rows.append((name or "(model)", str(layers[name]), describe_patch(layers[name], name, applied), trained))
+    for name, module in model.named_modules():
+        if name in applied.resolved.trained and name not in planned:
+            trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
+            if trained:
+                rows.append((name or "(model)", "-", "-", trained))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.insert(0, f"{title}batch norm {plan.batch_norm}")
+    return "\n".join([*lines, *describe_regions(applied.log)])
+
+
+def count(items: Sized, noun: str) -> str:
+    """Return how many there are, in words that fit."""
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
+
+
+def describe_regions(log: Log) -> list[str]:
+    """Return a line for each region, and one for each function at which it ends: where, and why."""
+    if not log.regions:
+        return ["regions: none seen yet; run a forward pass"]
+    lines = []
+    for region, layers in log.regions.items():
+        *_, last = layers
+        lines.append(f"region: {region or '(model)'}" + (f" to {last} ({count(layers, 'layer')})" if len(layers) > 1 else ""))
+        ends: dict[tuple[str, str], list[str]] = {}
+        for (layer, function), reason in log.exits.items():
+            if layer in layers:
+                ends.setdefault((function, reason), []).append(layer or "(model)")
+        for (function, reason), places in ends.items():
+            shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+            lines.append(f"  exit at {function} behind {shown}: {reason}")
+    return lines
+
+
+def describe_patch(backward: Backward, name: str, applied: Applied) -> str:
+    """Return a layer's patch for the table; say so where its gradient is exact."""
+    patch = applied.patches.get(name)
+    if patch is None:
+        return f"exact: {applied.exact[name]}" if name in applied.exact else "?"
+    text = str(patch[0]) if patch[0] == patch[1] else f"{patch[0]}x{patch[1]}"
+    return f"{text} (exact: the map is no larger than the grid)" if backward.grid and patch == (1, 1) else text
