@@ -108,7 +108,7 @@ def test_a_whole_transformer_is_at_patch_resolution_but_for_attention(prefix):
 def test_linear_layers_enter_alone_where_the_plan_says_how_large_the_grid_is():
     """The frozen part before them tells nothing of a grid."""
     model = make(1)
-    for tokens, layers in ((None, set()), ((4, 6), {"blocks.1.3.0", "blocks.1.3.2"}))):
+    for tokens, layers in ((None, set()), ((4, 6), {"blocks.1.3.0", "blocks.1.3.2"})):
         gf.apply_(model, gf.Plan({"blocks.1.3": gf.Backward(patch=2, tokens=tokens)}))
         model(IMAGES).sum().backward()
         found = find_applied(model)
