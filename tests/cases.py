@@ -253,6 +253,7 @@ REARRANGED = {
         Function("roll", lambda x: torch.roll(x, 2, 1)),
         Function("repeat_interleave", lambda x: torch.repeat_interleave(x, 2, dim=1)),
         Function("flatten_nothing", lambda x: F.relu((x * 1.0).flatten(1, 1), inplace=True)),
+        Function("log_softmax", lambda x: F.log_softmax(x, 1)),
         Function("repeat", lambda x: x.repeat(1, 2, 1, 1)),
         Function("expand", lambda x: x[:, :1].expand(-1, 4, -1, -1)),
         Function("pad_channels", lambda x: F.pad(x, (0, 0, 0, 0, 2, 1))),

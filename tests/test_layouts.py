@@ -58,7 +58,7 @@ NORMS = {
     "rms_norm": (lambda x, w: F.rms_norm(x, (CHANNELS,), w, 1e-3), 1),
     "rms_norm_plain": (lambda x: F.rms_norm(x, (CHANNELS,)), 0),
     "softmax": (lambda x: x.softmax(-1), 0),
-    "log_softmax": (lambda x: F.log_softmax(x, dim=3), 0),
+    "log_softmax": (lambda x: F.log_softmax(x, dim=-1), 0),
 }
 
 
@@ -78,6 +78,37 @@ def test_norms_of_channels_are_exact_where_maps_are_constant_in_patches(name, si
     want_gx, want_gp = oracles.coarse_backward(channels_last, x, params, g, clamp(patch, x), out_patch)
     for got, want in zip([gx, *gp], [want_gx, *want_gp], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_channels_have_torchs_own_value_in_any_precision(name, dtype, autocast):
+    f, count = NORMS[name]
+    x = (1e-3 * draw(2, 4, 5, CHANNELS)).to(dtype).requires_grad_()
+    params = [draw(CHANNELS, seed=i).to(dtype) for i in range(count)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = f(x, *params)
+        y = f(enter(x, choose((2, 2)), Layout(1, 2)), *params)
+    assert isinstance(y, PatchTensor)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y.detach(), expected.detach(), rtol=0, atol=0)
+    assert torch.autograd.grad(y, x, torch.ones_like(expected))[0].isfinite().all()
+
+
+def test_softmax_by_loops():
+    """The stated equation on maps that are not constant in patches: the diagonal of the mean Jacobian is exact."""
+    x = draw(1, 4, 6, 5)
+    _, gx, _, g, patch = run_rule(lambda x: x.softmax(1), x, [], (3, 2))
+    p = x.softmax(1)
+    p_bar, v = oracles.pool(p, patch, "mean"), oracles.pool(p * (1 - p), patch, "mean")
+    d = (v / (p_bar * (1 - p_bar))).sqrt()
+    for i in range(g.shape[2]):
+        for j in range(g.shape[3]):
+            a, scale = (d * p_bar)[0, :, i, j], d[0, :, i, j]
+            jacobian = torch.diag(scale * a) - torch.outer(a, a)
+            torch.testing.assert_close(jacobian.diag(), v[0, :, i, j])
+            torch.testing.assert_close(gx[0, :, i, j], jacobian @ g[0, :, i, j])
 
 
 def test_layer_norm_by_loops():

@@ -7,6 +7,7 @@ patch 1 and where the normalised values are constant in each patch. `docs/rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,44 +62,47 @@ class ChannelNorm(Function):
         return gx, g_gamma, g_beta, None, None, None, None
 
 
-def run_channel_norm(
-    x: Any, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> Any:
-    """Return the norm of x over its last axis; over more axes than the channels it is an exit."""
+def run_channel_norm(norm: Callable[[Tensor], Tensor], x: Any, normalized_shape: Any, affine: Any, eps: float | None) -> Any:
+    """Return the norm of x over its last axis; over more axes than the channels it is an exit.
+
+    Args:
+        norm: The norm itself, which decides about precision.
+        x: Its input.
+        normalized_shape: The axes that it normalises.
+        affine: γ and β for layer norm; γ alone for RMS norm, which takes no mean off.
+        eps: What is added to the mean square; `None` for torch's choice, that of single precision at least.
+    """
     if not is_live(x) or len(tuple(normalized_shape)) != 1 or x.dim() - 1 in x.spatial.axes:
         return NotImplemented
     with torch.no_grad():
-        value = pixels(x)
-        if centred:
-            y, mu, s = torch.native_layer_norm(value, list(normalized_shape), weight, bias, eps)
-            x_hat = (pool_mean(value * s, x.patch, x.spatial) - pool_mean(mu * s, x.patch, x.spatial)).to(value.dtype)
-        else:
-            y = F.rms_norm(value, tuple(normalized_shape), weight, eps)
-            s = (value.square().mean(-1, keepdim=True) + eps).rsqrt()
-            x_hat = pool_mean(value * s, x.patch, x.spatial)
-        s_bar = pool_mean(s, x.patch, x.spatial)
-    return finish(x, y, ChannelNorm.apply(x.carrier, weight, bias, x_hat, s_bar, centred, y))  # type: ignore[arg-type]
+        y = norm(pixels(x))
+        value = pixels(x).to(torch.promote_types(y.dtype, torch.float32))
+        centred = len(affine) == 2
+        value = value - value.mean(-1, keepdim=True) if centred else value
+        s = (value.square().mean(-1, keepdim=True) + (torch.finfo(value.dtype).eps if eps is None else eps)).rsqrt()
+        x_hat, s_bar = (pool_mean(t, x.patch, x.spatial).to(y.dtype) for t in (value * s, s))
+    gamma, beta = (*affine, None)[:2]
+    return finish(x, y, ChannelNorm.apply(x.carrier, gamma, beta, x_hat, s_bar, centred, y))  # type: ignore[arg-type]
 
 
 @rule(F.layer_norm, torch.layer_norm, any_layout=True)
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise the channels of each pixel, the channels being the last axis."""
+    """Normalise the channels of each pixel, the channels being the last axis: `ChannelNorm`."""
 
     def run(
         input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
     ) -> Any:
-        return run_channel_norm(input, normalized_shape, weight, bias, eps, centred=True)
+        return run_channel_norm(lambda x: func(x, *args[1:], **kwargs), input, normalized_shape, (weight, bias), eps)
 
     return run(*args, **kwargs)
 
 
 @rule(F.rms_norm, torch.rms_norm, any_layout=True)
 def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Divide the channels of each pixel by their root mean square."""
+    """Divide the channels of each pixel by their root mean square: `ChannelNorm`."""
 
     def run(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-        eps = torch.finfo(input.dtype).eps if eps is None else eps
-        return run_channel_norm(input, normalized_shape, weight, None, eps, centred=False)
+        return run_channel_norm(lambda x: func(x, *args[1:], **kwargs), input, normalized_shape, (weight,), eps)
 
     return run(*args, **kwargs)
 
