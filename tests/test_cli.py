@@ -1,6 +1,7 @@
 """The command line: what `gradfilter check` prints, and what it says when it cannot."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -40,6 +41,15 @@ NETS = """
     def plain():
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, 2), nn.Flatten())
 
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mlp = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.mlp(self.embed(x).flatten(2).transpose(1, 2).cumsum(1)).mean(1)
+
+    tokens = Tokens
     custom = Custom
     number = 3
     returns_number = lambda: 3
@@ -154,3 +164,15 @@ def test_the_module_runs_as_a_program(nets):
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": source}, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert "unexpected exits: none" in result.stdout
+
+
+def test_verify_compares_all_gradients_with_torchs_own(nets, capsys):
+    code, out, err = run(capsys, f"{nets}:plain", "--patch", "2", "--pixels", "16", "--verify")
+    assert (code, err) == (0, "")
+    assert re.search(r"patch 1 against torch, float64: largest error \de-1\d\n$", out)
+
+
+def test_tokens_filter_the_linear_layers_of_a_transformer(nets, capsys):
+    code, out, _ = run(capsys, f"{nets}:tokens", "--patch", "2", "--tokens", "4", "--pixels", "16")
+    assert code == 0
+    assert re.search(r"mlp\s+patch 2 tokens 4\s+2\s", out)

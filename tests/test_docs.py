@@ -1,6 +1,8 @@
 """What the documents say runs."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,33 @@ import gradfilter as gf
 from gradfilter.tensor import RULES
 from helpers_safety import Run, applied, assert_close, gradients, make_net, plain
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize("page", [*DOCS.glob("*.md"), *ROOT.glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+CLEAN = (
+    "resnet18 resnet18d resnetrs50 resnetv2_18 resnetv2_50x1_bit resnext50_32x4d regnetx_002 regnety_002 mobilenetv1_100 "
+    "mobilenetv2_050 mobilenet_v2 mobilenet_v3_small mobilenetv3_large_075 mobilenetv4_conv_small_050 mobilenetv4_hybrid_medium "
+    "efficientnet_b0 efficientnet_lite0 mnasnet_050 ghostnet_050 shufflenet_v2_x0_5 densenet121 vgg11 inception_v3 inception_v4 "
+    "inception_resnet_v2 dla46x_c hrnet_w18_small repvgg_a0 convnext_atto convnext_tiny cspresnet50 UNet"
+).split()
+"""Networks without an unexpected exit, by promise."""
+
+
+def test_the_coverage_table_keeps_its_promises():
+    """The committed table; tests/test_coverage.py measures a part of it again."""
+    rows = json.loads((DOCS / "results" / "coverage.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) >= 60
+    assert all(float(row["patch-1 error"]) <= 1e-8 for row in rows)
+    exits = {row["network"].rpartition(":")[2]: row["unexpected exits"] for row in rows}
+    assert {name: exits.get(name) for name in CLEAN} == dict.fromkeys(CLEAN, "none")
+    assert statistics.median(float(row["ratio"].rstrip("x")) for row in rows) >= 12
 
 
 @torch.library.custom_op("mylib::swish", mutates_args=())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.apply import Applied, apply_, find_applied, remove_
+from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
 from gradfilter.bench.setup import find_outputs
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
@@ -55,6 +56,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--patch", type=int, metavar="N", help="side of a patch, in pixels of each layer's own map")
     size.add_argument("--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="side of the grid of tokens: filters Linear layers on tokens")
+    parser.add_argument("--verify", action="store_true", help="also compare all gradients with torch's own: float64, patch 1")
     parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift)")
     parser.add_argument("--pixels", type=int, default=224, metavar="N", help="side of the random images (default: 224)")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="number of random images (default: 2)")
@@ -74,15 +77,27 @@ def check(args: argparse.Namespace) -> int:
     with warnings.catch_warnings(), explain_failure(images, "under the plan, though not without it. Please report this"):
         warnings.simplefilter("ignore", ExitWarning)  # describe lists them all
         saved_bytes, outputs = run_forward(model, images)
-        text, exits = describe(model), dict(applied.log.exits)  # before our own loss adds an exit to a map that is an output
+        text, exits = describe(model), applied.log.find_unexpected()  # before our own loss adds an exit
         gradients = run_backward(model, outputs)
     print(text, end="\n\n")
+    times = f"{exact_bytes / saved_bytes:.1f}x fewer" if saved_bytes else "nothing held"
     print(
         f"saved bytes: {exact_bytes / 1e6:.2f} MB by exact backprop of the same layers, {saved_bytes / 1e6:.2f} MB under this "
-        f"plan ({exact_bytes / saved_bytes:.1f}x fewer), batch {args.batch} at {args.pixels} px"
+        f"plan ({times}), batch {args.batch} at {args.pixels} px"
     )
-    print(f"unexpected exits: {sum(reason != 'expected' for reason in exits.values()) or 'none'}")
-    return report_gradients(model, gradients, exact_gradients)
+    print(f"unexpected exits: {len(exits) or 'none'}")
+    code = report_gradients(model, gradients, exact_gradients)
+    return max(code, verify(model, images)) if args.verify else code
+
+
+def verify(model: nn.Module, images: Tensor) -> int:
+    """Print how far all gradients at patch 1 are from torch's own, in float64; return the exit code."""
+    with warnings.catch_warnings(), explain_failure(images, "in float64"):
+        warnings.simplefilter("ignore", ExitWarning)
+        error = measure_error(remove_(model).double(), images.double())
+    wrong = error > LARGEST_ERROR
+    print(f"patch 1 against torch, float64: largest error {error:.0e}{'. Please report this' if wrong else ''}")
+    return int(wrong)
 
 
 def report_gradients(model: nn.Module, gradients: set[str], exact: set[str]) -> int:
@@ -101,12 +116,12 @@ def report_gradients(model: nn.Module, gradients: set[str], exact: set[str]) -> 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Return the plan that the options describe."""
     if args.plan is not None:
-        if any(option is not None for option in (args.last, args.patch, args.grid, args.kernel)):
+        if any(option is not None for option in (args.last, args.patch, args.grid, args.kernel, args.tokens)):
             raise PlanError(
-                "--plan was given together with --last, --patch, --grid or --kernel. The file says it all: drop them."
+                "--plan was given together with --last, --patch, --grid, --kernel or --tokens. The file says it all: drop them."
             )
         return Plan.load(args.plan)
-    backward = Backward(patch=args.patch, grid=args.grid, kernel=args.kernel or "lift")
+    backward = Backward(patch=args.patch, grid=args.grid, kernel=args.kernel or "lift", tokens=args.tokens)
     return Plan.all(backward) if args.last is None else Plan.last(args.last, backward)
 
 
