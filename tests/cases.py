@@ -182,6 +182,8 @@ FUNCTIONS = [
     Function("max_pool_resnet", lambda x: F.max_pool2d(x, 3, 2, 1)),
     Function("max_pool_odd", lambda x: F.max_pool2d(x, (2, 3), (1, 2), (1, 1), (2, 1), ceil_mode=True)),
     Function("max_pool_wide", lambda x: F.max_pool2d(x, 5, 1, 2)),
+    Function("adaptive_max_pool", lambda x: F.adaptive_max_pool2d(x, (3, 2))),
+    Function("adaptive_max_pool_rows", lambda x: F.adaptive_max_pool2d(x, (None, 2))),  # type: ignore[arg-type]
     Function("clone", lambda x: x.clone()),
     Function("contiguous", lambda x: x.contiguous(memory_format=torch.channels_last)),
     Function("avg_pool", lambda x: F.avg_pool2d(x, 2)),

@@ -163,8 +163,8 @@ def make_remarks(rows: Sequence[Row]) -> list[str]:
         f"Patch-1 error: float64, largest over all parameters of |g - g_exact| / (|g_exact| + {FLOOR:.0e}·|largest|), by norm: "
         "a gradient that is zero but for rounding is held against the largest of the network. Dropout and stochastic depth are "
         "off, and a network that asks for float32 inside gets float64. Saved MB: float32, measured, batch norm in eval mode "
-        "with its affine trained on both sides. Networks with standardised weights (resnetv2_50x1_bit, nfnet) hold a copy of those "
-        "either way, which outweighs two small images.",
+        "with its affine trained on both sides. Networks with standardised weights (resnetv2_50x1_bit, nfnet) hold a "
+        "copy of those either way, which outweighs two small images.",
     ]
 
 

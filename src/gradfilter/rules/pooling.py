@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from gradfilter.patches import Pair, count_cells, count_dtype, make_areas, map_size
 from gradfilter.rules.conv import as_pair
+from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
 
@@ -42,16 +43,18 @@ class Windows(NamedTuple):
         return torch.tensor(flat.reshape(-1), device=device)
 
 
-def find_windows(
-    x: PatchTensor, y: Tensor, out_patch: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Windows:
+Spans = tuple[np.ndarray, np.ndarray]
+"""Along one axis, the first and the last pixel of each window; they may lie in the padding."""
+
+
+def find_windows(x: PatchTensor, y: Tensor, out_patch: Pair, spans: tuple[Spans, Spans]) -> Windows:
     """Return the windows of a max pooling from x to y."""
     first, reach = [], []
-    for i in (0, 1):
-        start = np.arange(0, y.shape[2 + i], out_patch[i])
-        end = np.minimum(start + out_patch[i], y.shape[2 + i]) - 1
-        low = np.maximum(start * stride[i] - padding[i], 0) // x.patch[i]
-        high = np.minimum(end * stride[i] - padding[i] + dilation[i] * (kernel[i] - 1), x.shape[2 + i] - 1) // x.patch[i]
+    for i, (start, end) in enumerate(spans):
+        begin = np.arange(0, y.shape[2 + i], out_patch[i])
+        low = np.maximum(start[begin], 0) // x.patch[i]
+        last = np.minimum(begin + out_patch[i], y.shape[2 + i]) - 1
+        high = np.minimum(end[last], x.shape[2 + i] - 1) // x.patch[i]
         first.append(low)
         reach.append(int((high - low).max()) + 1)
     return Windows((first[0], first[1]), (reach[0], reach[1]), count_cells(map_size(x), x.patch), x.patch, out_patch)
@@ -111,9 +114,16 @@ class MaxPool(Function):
         return gx.reshape(ctx.shape), None, None, None, None
 
 
+def route(x: PatchTensor, y: Tensor, indices: Tensor, spans: tuple[Spans, Spans]) -> Tensor:
+    """Return the result of a max pooling whose gradient goes where the maxima were."""
+    patch = x.choices.tiling.patch_for(map_size(y))
+    windows = find_windows(x, y, patch, spans)
+    return finish(x, y, MaxPool.apply(x.carrier, indices, x.shape[3], windows, y), patch=patch)  # type: ignore[arg-type]
+
+
 @rule(F.max_pool2d, torch.max_pool2d)
 def max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Route the gradient by where the maxima were."""
+    """Take the maxima of windows: `MaxPool`."""
     return run_max_pool2d(*args, **kwargs)
 
 
@@ -129,10 +139,30 @@ def run_max_pool2d(
     """Apply the rule with torch's argument names."""
     if not is_live(input) or return_indices or input.dim() != 4:
         return NotImplemented
-    x = input
     with torch.no_grad():
-        y, indices = F.max_pool2d(pixels(x), kernel_size, stride, padding, dilation, ceil_mode, return_indices=True)
-    patch = x.choices.tiling.patch_for(map_size(y))
-    geometry = (as_pair(kernel_size), as_pair(stride or kernel_size), as_pair(padding), as_pair(dilation))
-    windows = find_windows(x, y, patch, *geometry)
-    return finish(x, y, MaxPool.apply(x.carrier, indices, x.shape[3], windows, y), patch=patch)  # type: ignore[arg-type]
+        y, indices = F.max_pool2d(pixels(input), kernel_size, stride, padding, dilation, ceil_mode, return_indices=True)
+    steps = zip(*map(as_pair, (kernel_size, stride or kernel_size, padding, dilation)), map_size(y), strict=True)
+    rows, columns = ((start := np.arange(n) * s - p, start + d * (k - 1)) for k, s, p, d, n in steps)
+    return route(input, y, indices, (rows, columns))
+
+
+@rule(F.adaptive_max_pool2d)
+def adaptive_max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the maxima of windows of about equal size: `MaxPool`; one window is the maximum over space, `Reduction`."""
+    return run_adaptive_max_pool2d(func, *args, **kwargs)
+
+
+def run_adaptive_max_pool2d(func: Any, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+    """Apply the rule with torch's argument names."""
+    if not is_live(input) or return_indices or input.dim() != 4:
+        return NotImplemented
+    size = fill_size(output_size, input)
+    if size == (1, 1):
+        return run_reduction(lambda z: func(z, output_size), input, {2, 3}, "max")
+    with torch.no_grad():
+        y, indices = F.adaptive_max_pool2d(pixels(input), size, return_indices=True)
+    rows, columns = (
+        (np.arange(out) * n // out, -(-(np.arange(out) + 1) * n // out) - 1)
+        for n, out in zip(map_size(input), size, strict=True)
+    )
+    return route(input, y, indices, (rows, columns))
