@@ -27,7 +27,7 @@ from gradfilter.tensor import (
 )
 
 # Attention mixes every place of a map with every other: that is no map of patches any more.
-EXPECTED_EXITS.add(F.scaled_dot_product_attention)
+EXPECTED_EXITS.update({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 
 
 class Linear(Function):
@@ -59,13 +59,8 @@ class Linear(Function):
 
 
 @rule(F.linear, any_layout=True)
-def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Map the channels of a map or of tokens, the channels being the last axis."""
-    return run_linear(func, *args, **kwargs)
-
-
-def run_linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Apply the rule with torch's argument names."""
     if not is_live(input) or type(weight) is PatchTensor:
         return NotImplemented
     x = input
@@ -82,11 +77,11 @@ def run_linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
 @rule(*find_functions("matmul", "__matmul__", "bmm", inplace=False), any_layout=True)
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Map the channels by a matrix on the right; any other product is attention, at which the region ends."""
+    if len(args) != 2 or kwargs:
+        return NotImplemented
     x, other = args
     if not is_live(x) or is_live(other) or other.dim() != 2:
         return REGION_ENDS
-    if kwargs:
-        return NotImplemented
     return run_linear(lambda value, weight, _: func(value, weight.t()), x, other.t())
 
 
@@ -120,13 +115,16 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Contract the channels of a map with a plain tensor; a contraction of two maps is attention."""
     equation, *operands = args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+    live = [is_live(v) for v in operands]
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation or not any(live):
         return NotImplemented
-    if all(is_live(v) for v in operands):
+    if all(live):
         return REGION_ENDS
     inputs, _, y_term = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    place = 0 if is_live(operands[0]) else 1
+    if [len(term) for term in terms] != [v.dim() for v in operands]:
+        return NotImplemented  # torch says what is wrong
+    place = live.index(True)
     x, w = operands[place], operands[1 - place]
     x_term, w_term = terms[place], terms[1 - place]
     labels = [x_term[axis] for axis in (x.spatial.rows, x.spatial.columns)]
@@ -135,6 +133,9 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     repeated = any(len(set(term)) < len(term) for term in (x_term, w_term, y_term))
     if plain_sum or repeated or set(labels) & set(w_term) or not set(labels) <= set(y_term):
         return NotImplemented
+    sizes = dict(zip(x_term, x.shape, strict=True))
+    if any(n != sizes.get(label, n) for label, n in zip(w_term, w.shape, strict=True)):
+        return NotImplemented  # one of the two is broadcast
     with torch.no_grad():
         y = func(equation, *(pixels(v) for v in operands))
         x_bar = mean(x).to(y.dtype) if w.requires_grad else None

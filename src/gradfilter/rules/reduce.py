@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
@@ -143,7 +142,7 @@ DIM_PLACES = {
 
 def find_axes(x: Tensor, dim: Any) -> set[int] | None:
     """Return the axes that a `dim` argument names, all where it names none; `None` for what is no axes."""
-    if dim is None or dim == ():
+    if dim is None or dim == () or dim == []:
         return set(range(x.dim()))
     dims = dim if isinstance(dim, (tuple, list)) else [dim]
     return {d % x.dim() for d in dims} if all(type(d) is int for d in dims) else None
@@ -166,7 +165,7 @@ def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take the larger or smaller of two maps, or the largest or smallest value of one over all axes or over one."""
     if len(args) > 1 and isinstance(args[1], Tensor):
         return elementwise(func, args, kwargs)
-    if not args or not is_live(args[0]) or kwargs.get("out") is not None:
+    if not args or not is_live(args[0]) or set(kwargs) - {"dim", "keepdim"}:
         return NotImplemented
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     if dim is None:
@@ -182,12 +181,3 @@ def fill_size(output_size: Any, x: Tensor) -> Pair:
     size = output_size if isinstance(output_size, (tuple, list)) else (output_size, output_size)
     h, w = (n if wanted is None else wanted for wanted, n in zip(size, map_size(x), strict=True))
     return h, w
-
-
-@rule(F.adaptive_max_pool2d)
-def adaptive_max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the maximum over space; other sizes, and the indices, are an exit."""
-    x, output_size = args[0], args[1] if len(args) > 1 else kwargs["output_size"]
-    if not is_live(x) or fill_size(output_size, x) != (1, 1):
-        return NotImplemented
-    return run_reduction(lambda z: func(z, output_size), x, {2, 3}, "max")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.patches import Layout, Matrix, count_cells, project_axis
+from gradfilter.patches import Layout, Matrix, Pair, count_cells, project_axis
 from gradfilter.rules.functions import find_functions
 from gradfilter.rules.meet import move_layout
 from gradfilter.tensor import (
@@ -24,6 +24,7 @@ from gradfilter.tensor import (
     PatchTensor,
     finish,
     is_live,
+    is_traced,
     pixels,
     rule,
     share,
@@ -31,13 +32,16 @@ from gradfilter.tensor import (
     wrap,
 )
 
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+"""Strides of axes that can be told apart: none is another one times a size, as the stride of a new axis is."""
+
 
 def follow_axes(func: Callable[..., Any], x: PatchTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the layout of each result of a view function, by watching where the strides of an empty tensor go.
 
     `None` for a result whose rows and columns are not those of x, whole.
     """
-    strides = [7 ** (2 * axis + 1) for axis in range(x.dim())]  # no two alike, and no product of sizes
+    strides = PRIMES[: x.dim()]
     probe = torch.empty_strided(x.shape, strides, device="meta")
     found = func(probe, *args, **kwargs)
 
@@ -55,7 +59,7 @@ def follow_axes(func: Callable[..., Any], x: PatchTensor, args: Sequence[Any], k
 
 @rule(
     *find_functions(
-        "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "chunk", "split",
+        "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "chunk", "split",
         "split_with_sizes", "tensor_split", "unbind", "narrow", "select", inplace=False,
     ),
     *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
@@ -71,15 +75,34 @@ def rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not is_live(x):
         return NotImplemented
-    layouts = follow_axes(func, x, args[1:], kwargs)
+    layouts = follow_axes(func, x, args[1:], kwargs) if x.dim() <= len(PRIMES) else None
     if layouts is None or (isinstance(layouts, list) and None in layouts):
         return NotImplemented
     with torch.no_grad():
         values = func(pixels(x), *args[1:], **kwargs)
-    views, carriers = func(*args, **kwargs), func(x.carrier, *args[1:], **kwargs)
+    try:
+        carriers = func(x.carrier, *args[1:], **kwargs)
+    except RuntimeError:  # names a number of rows, which is not that of cells: `narrow` to all of them
+        return NotImplemented
+    views = make_view(func, args, kwargs)
     if isinstance(layouts, Layout):
-        return share(x, views, values, carriers, layouts)
-    return type(views)(share(x, *parts) for parts in zip(views, values, carriers, layouts, strict=True))
+        return share_view(x, views, values, carriers, layouts)
+    views = [None] * len(values) if views is None else views
+    return type(values)(share_view(x, *parts) for parts in zip(views, values, carriers, layouts, strict=True))
+
+
+def make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view as torch makes it, with torch's own graph; `None` for a tracer, which does not know PatchTensors."""
+    return None if is_traced() else func(*args, **kwargs)
+
+
+def share_view(
+    x: PatchTensor, view: Tensor | None, value: Tensor, carrier: Tensor, layout: Layout, patch: Pair | None = None
+) -> PatchTensor:
+    """Return a view of x, made by `make_view`, as a PatchTensor."""
+    if view is None:
+        return wrap(value, carrier, patch or x.patch, x.choices, layout=layout)
+    return share(x, view, value, carrier, layout, patch)
 
 
 def count_behind(shape: Sequence[int], axis: int) -> int:
@@ -123,7 +146,10 @@ def takes_shape(func: Any, args: tuple[Any, ...]) -> Any:
     return func(args[0], pixels(args[1]))
 
 
-@rule(*find_functions("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", inplace=False), any_layout=True)
+@rule(
+    *find_functions("reshape", "view", "flatten", "unflatten", "squeeze", "view_as", "reshape_as", inplace=False),
+    any_layout=True,
+)
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Split and merge axes, rows and columns staying whole or merging into tokens; a flat feature vector ends the region.
 
@@ -145,7 +171,7 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     carrier = x.carrier.reshape(layout.resize(y.shape, count_cells(spatial_size(x), x.patch)))
     if y._base is None:  # a copy: reshape cannot always make a view
         return wrap(y, carrier, x.patch, x.choices, layout=layout)
-    return share(x, func(*args, **kwargs), y, carrier, layout)
+    return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
 
 
 @rule(Tensor.expand, Tensor.expand_as, any_layout=True)
@@ -163,7 +189,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if layout.size(y.shape) != spatial_size(x) or y.shape[layout.rows] != x.shape[x.spatial.rows]:
         return NotImplemented
     carrier = x.carrier.expand(layout.resize(y.shape, count_cells(spatial_size(x), x.patch)))
-    return share(x, func(*args, **kwargs), y, carrier, layout)
+    return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
 
 
 DIMS: dict[str, Callable[..., Any]] = {
@@ -171,7 +197,9 @@ DIMS: dict[str, Callable[..., Any]] = {
     "roll": lambda shifts, dims=(): dims,
     "index_select": lambda dim, index: dim,
     "repeat_interleave": lambda repeats, dim=None, output_size=None: () if dim is None else dim,
-    "repeat": lambda *times: [i for i, n in enumerate(times[0] if len(times) == 1 else times) if n != 1],
+    "repeat": lambda *times, **named: [
+        i for i, n in enumerate(named.get("repeats") or (times[0] if len(times) == 1 else times)) if n != 1
+    ],
     "channel_shuffle": lambda groups: 1,
     "native_channel_shuffle": lambda groups: 1,
 }
@@ -268,7 +296,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = all(len(r) == x.shape[axis] - dropped for axis, r in kept.items())
     if whole:
         if is_view(index):
-            return share(x, func(*args), y, carrier, layout)
+            return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
         return wrap(y, carrier, x.patch, x.choices, layout=layout)
     if x.spatial.tokens or not y.numel() or not is_view(index):
         return NotImplemented
@@ -277,4 +305,5 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         crop_axis(x.shape[axis], kept[axis].start, kept[axis].stop, kept[axis].step, x.patch[i], patch[i])
         for i, axis in enumerate((x.spatial.rows, x.spatial.columns))
     )
-    return share(x, func(*args), y, AxisMap.apply(carrier, rows, columns, layout), layout, patch)  # type: ignore[arg-type]
+    cropped: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
+    return share_view(x, make_view(func, args, kwargs), y, cropped, layout, patch)
