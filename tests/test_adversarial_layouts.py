@@ -107,6 +107,7 @@ SPELLINGS: dict[str, Function] = {
     "sum(dim=[])": lambda m, x: x.sum(dim=[]) * x,
     "matmul(other=)": lambda m, x: torch.matmul(x.permute(0, 2, 3, 1), other=m.matrix),
     "repeat(repeats=)": lambda m, x: x.repeat(repeats=(1, 2, 1, 1)).tanh(),  # type: ignore[call-arg]
+    "complex factor": lambda m, x: (x * (2 + 1j)).imag + (x + 1j).real,
     "where(condition=)": lambda m, x: torch.where(condition=x > 0, input=x, other=torch.zeros_like(x.detach())),
     "einsum, a broadcast weight": lambda m, x: torch.einsum("nchw,dc->ndhw", x, m.matrix[:, :1]),
     "einsum, a broadcast map": lambda m, x: torch.einsum("nchw,c->nchw", x[:, :1], m.vector),

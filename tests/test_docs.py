@@ -24,10 +24,11 @@ def test_links_lead_somewhere(page):
 
 
 CLEAN = (
-    "resnet18 resnet18d resnetrs50 resnetv2_18 resnetv2_50x1_bit resnext50_32x4d regnetx_002 regnety_002 mobilenetv1_100 "
-    "mobilenetv2_050 mobilenet_v2 mobilenet_v3_small mobilenetv3_large_075 mobilenetv4_conv_small_050 "
-    "mobilenetv4_hybrid_medium efficientnet_b0 efficientnet_lite0 mnasnet_050 ghostnet_050 shufflenet_v2_x0_5 densenet121 vgg11 inception_v3 "
-    "inception_v4 inception_resnet_v2 dla46x_c hrnet_w18_small repvgg_a0 convnext_atto convnext_tiny cspresnet50 UNet"
+    "resnet18 resnet18d resnetrs50 resnetv2_18 resnetv2_50x1_bit resnext50_32x4d regnetx_002 regnety_002 "
+    "mobilenetv1_100 mobilenetv2_050 mobilenet_v2 mobilenet_v3_small mobilenetv3_large_075 "
+    "mobilenetv4_conv_small_050 mobilenetv4_hybrid_medium efficientnet_b0 efficientnet_lite0 mnasnet_050 "
+    "ghostnet_050 shufflenet_v2_x0_5 densenet121 vgg11 inception_v3 inception_v4 inception_resnet_v2 dla46x_c "
+    "hrnet_w18_small repvgg_a0 convnext_atto convnext_tiny cspresnet50 UNet "
 ).split()
 """Networks without an unexpected exit, by promise."""
 

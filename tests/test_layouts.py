@@ -235,3 +235,48 @@ def test_normalize_is_exact_at_patch_one(dim):
     y, gx, _, g, _ = run_rule(f, x, [], (1, 1))
     torch.testing.assert_close(y, f(x), rtol=0, atol=1e-14)
     torch.testing.assert_close(gx, oracles.coarse_backward(f, x, [], g, (1, 1), (1, 1))[0])
+
+
+SPELLINGS = {
+    "max other": lambda x, y: torch.max(x, other=y),
+    "matmul other": lambda x, y: torch.matmul(x.permute(0, 2, 3, 1), other=draw(CHANNELS, CHANNELS)).permute(0, 3, 1, 2),
+    "mean of no axes": lambda x, y: x.mean(dim=[]) * y,
+    "repeat by name": lambda x, y: x.repeat(repeats=(1, 1, 1, 1)) * y,
+    "norm of unknown p": lambda x, y: x.norm(p="fro", dim=1, keepdim=True) * y,
+    "squeeze all": lambda x, y: (x[:1, :1].squeeze() + y[0, 0])[None, None],
+    "narrow to all": lambda x, y: x.narrow(2, 0, x.shape[2]) * y,
+    "conv by name": lambda x, y: F.conv2d(input=x, weight=draw(2, CHANNELS, 1, 1), bias=None),
+    "cat by name": lambda x, y: torch.cat(tensors=[x, y], dim=1),
+    "pad by name": lambda x, y: F.pad(input=x, pad=(1, 1)),
+    "einsum of a list": lambda x, y: torch.einsum("nchw,nchw->nhw", [x, y])[:, None],
+    "einsum with dots": lambda x, y: torch.einsum("n...,n...->n...", x, y),
+    "left matrix": lambda x, y: torch.matmul(draw(4, CHANNELS), x.flatten(2)).unflatten(2, x.shape[2:]),
+    "vector": lambda x, y: (x.permute(0, 2, 3, 1) @ draw(CHANNELS))[:, None],
+    "interpolate by name": lambda x, y: F.interpolate(input=x, scale_factor=2, mode="nearest"),
+    "softmax by name": lambda x, y: torch.softmax(input=x, dim=1),
+}
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["live", "ended"])
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")
+def test_every_spelling_is_right_by_a_rule_or_by_an_exit(name, ended):
+    """An argument that a rule does not know, or a tensor whose region has ended, makes an exit and no error."""
+    f = SPELLINGS[name]
+    x, y = (draw(2, CHANNELS, 8, 8, seed=seed).requires_grad_() for seed in (0, 1))
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        x, y = x * 1.5, y * 1.5
+        if ended:
+            x.retain_grad()
+        return f(x, y)
+
+    expected, got = run(x, y), run(enter(x, choose((1, 1))), enter(y, choose((1, 1))))
+    torch.testing.assert_close(got.detach(), expected.detach(), rtol=0, atol=1e-13)
+    gy = draw(*expected.shape, seed=2)
+    grads = [torch.autograd.grad(z, [x, y], gy, allow_unused=True, materialize_grads=True) for z in (got, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    coarse = run(enter(x, choose((8, 8))), enter(y, choose((8, 8))))
+    torch.testing.assert_close(coarse.detach(), expected.detach(), rtol=0, atol=1e-13)
+    torch.autograd.grad(coarse, [x, y], gy, allow_unused=True)

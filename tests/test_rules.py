@@ -251,7 +251,7 @@ def test_lift_at_patch_one_is_exact_backprop_and_lumped_is_not():
 def test_a_second_rule_for_a_function_is_refused():
     with pytest.raises(RuleError, match=r"conv2d.*already has"):
         rule(torch.conv2d)(lambda func, args, kwargs: None)
-    assert RULES[torch.conv2d].__name__ == "conv2d"
+    assert RULES[torch.conv2d].run.__name__ == "conv2d"
 
 
 def test_relu_keeps_a_bit_a_byte_or_two_per_cell():

@@ -85,7 +85,7 @@ def over_map(x: Tensor, layout: Layout, function: Callable[[Tensor], Tensor]) ->
         return torch.cat([head, y], axis) if layout.prefix else y
     last = x.movedim((layout.rows, layout.columns), (-2, -1))
     others = last.shape[:-2]
-    y = function(last.reshape(1, *last.shape) if last.dim() == 3 else last.flatten(0, -4))
+    y = function(last.flatten(0, -4) if last.dim() > 3 else last[(None,) * (4 - last.dim())])
     return y.reshape(*others, *y.shape[-2:]).movedim((-2, -1), (layout.rows, layout.columns))
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, TypeGuard
+from inspect import signature
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,40 +27,67 @@ from gradfilter.errors import DoubleBackwardError, InputError, RuleError
 from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, make_areas, pool_sum
 from gradfilter.regions import EXPECTED, Choices
 
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which a PatchTensor is an ordinary tensor: rules run inside it."""
 
-Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+class Rule(NamedTuple):
+    """What the carrier does for a torch function.
+
+    Attributes:
+        run: Called as `run(func, args, kwargs)`.
+        any_layout: Whether it takes PatchTensors in any layout, not only maps [N, C, H, W].
+    """
+
+    run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    any_layout: bool
+
+
 RULES: dict[Callable[..., Any], Rule] = {}
-ANY_LAYOUT: set[Callable[..., Any]] = set()
-"""Functions whose rules take a PatchTensor in any layout, not only maps [N, C, H, W]."""
+"""The rule of each torch function that has one."""
 
 
-def rule(*functions: Callable[..., Any], any_layout: bool = False) -> Callable[[Rule], Rule]:
+def rule(*functions: Callable[..., Any], any_layout: bool = False) -> Callable[[AnyFunction], AnyFunction]:
     """Register a rule: what the carrier does for these torch functions.
 
-    A rule is called as `rule(func, args, kwargs)` where at least one argument is a PatchTensor, with PatchTensors acting
-    as plain tensors. It returns the result, or `NotImplemented` for a case it does not cover, which then is an exit, or
-    `REGION_ENDS` for a case in which a region is meant to end.
+    A rule takes the function and then torch's own arguments, or, for functions that differ in those, `(func, args, kwargs)`.
+    It is called where at least one argument is a PatchTensor, with PatchTensors acting as plain tensors. It returns the
+    result, or `NotImplemented` for a case it does not cover, which then is an exit, or `REGION_ENDS` for a case in which a
+    region is meant to end. Arguments that it does not know make an exit, too.
 
     Args:
         functions: The torch functions.
         any_layout: Whether the rule takes PatchTensors in any layout. Without it, it is asked about maps [N, C, H, W] only.
     """
 
-    def register(new: Rule) -> Rule:
+    def register(new: AnyFunction) -> AnyFunction:
+        run = new if tuple(signature(new).parameters) == ("func", "args", "kwargs") else bind(new)
         for func in functions:
             if func in RULES:
                 raise RuleError(
-                    f"{resolve_name(func) or func} already has the rule {RULES[func].__name__!r}. A function has one rule: "
+                    f"{resolve_name(func) or func} already has the rule {RULES[func].run.__name__!r}. A function has one rule: "
                     "extend that one, or remove it from gradfilter.tensor.RULES first."
                 )
-            RULES[func] = new
-            if any_layout:
-                ANY_LAYOUT.add(func)
+            RULES[func] = Rule(run, any_layout)
         return new
 
     return register
+
+
+def bind(new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule that takes torch's own arguments as one that takes `(func, args, kwargs)`."""
+
+    @wraps(new)
+    def bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return new(func, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from within the rule
+            return NotImplemented
+
+    return bound
 
 
 EXPECTED_EXITS: set[Callable[..., Any]] = set()
@@ -117,8 +145,8 @@ class PatchTensor(Tensor):
             live = find_live(values)
             if torch.is_grad_enabled():
                 found = RULES.get(func)
-                if found is not None and (func in ANY_LAYOUT or all(x.spatial is MAP for x in live)):
-                    result = found(func, args, kwargs)
+                if found is not None and (found.any_layout or all(x.spatial is MAP for x in live)):
+                    result = found.run(func, args, kwargs)
                     if result is not NotImplemented and result is not REGION_ENDS:
                         for x in live:
                             x.consumed |= x is not result

@@ -127,6 +127,8 @@ def is_map(other: Any, x: PatchTensor) -> bool:
 
 def expand_carrier(x: PatchTensor, y: Tensor) -> Tensor | None:
     """Return the carrier of x broadcast to the shape of a result y, or `None` where that has other axes or another map."""
+    if y.is_complex():
+        return None  # the gradient of a real map at a complex result is a real part: an exit
     if y.shape == x.shape:
         return x.carrier
     size = spatial_size(x)

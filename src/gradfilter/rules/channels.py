@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, PatchTensor, call, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, call, coarse, finish, is_live, make_carrier, pixels, rule
 
 
 class ChannelNorm(Function):
@@ -86,42 +86,39 @@ def run_channel_norm(norm: Callable[[Tensor], Tensor], x: Any, normalized_shape:
 
 
 @rule(F.layer_norm, torch.layer_norm, any_layout=True)
-def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layer_norm(
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
     """Normalise the channels of each pixel, the channels being the last axis: `ChannelNorm`."""
-
-    def run(
-        input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
-    ) -> Any:
-        return run_channel_norm(lambda x: func(x, *args[1:], **kwargs), input, normalized_shape, (weight, bias), eps)
-
-    return run(*args, **kwargs)
+    return run_channel_norm(
+        lambda x: func(x, normalized_shape, weight, bias, eps), input, normalized_shape, (weight, bias), eps
+    )
 
 
 @rule(F.rms_norm, torch.rms_norm, any_layout=True)
-def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rms_norm(func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     """Divide the channels of each pixel by their root mean square: `ChannelNorm`."""
-
-    def run(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-        return run_channel_norm(lambda x: func(x, *args[1:], **kwargs), input, normalized_shape, (weight,), eps)
-
-    return run(*args, **kwargs)
+    return run_channel_norm(lambda x: func(x, normalized_shape, weight, eps), input, normalized_shape, (weight,), eps)
 
 
 @rule(F.normalize, any_layout=True)
-def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def normalize(func: Any, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """Divide by a norm over some axes.
 
-    Equation, Cost, Exact when: those of the norm, of `clamp_min` and of the quotient, one after the other; where the norm is
-    over other axes than rows and columns, so at patch 1.
+    Equation: x / max(‖x‖, ε) by the rules of the norm, of `clamp_min` and of the quotient.
+    Cost: that of the three.
+    Exact when: the norm is constant in each patch: always where it is over space, at patch 1 where it is over channels.
     """
-
-    def run(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-        if not is_live(input) or out is not None:
-            return NotImplemented
-        norm = call(torch.linalg.vector_norm, input, p, dim, True)
-        return call(torch.div, input, call(torch.clamp_min, norm, eps))
-
-    return run(*args, **kwargs)
+    if not is_live(input) or out is not None:
+        return NotImplemented
+    norm = call(torch.linalg.vector_norm, input, p, dim, True)
+    return call(torch.div, input, call(torch.clamp_min, norm, eps))
 
 
 class Softmax(Function):
@@ -169,17 +166,16 @@ class LogSoftmax(Function):
 
 
 @rule(*find_functions("softmax", "log_softmax", inplace=False), any_layout=True)
-def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def softmax(func: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Run a softmax over another axis than rows and columns; over those it is attention, at which the region ends."""
-    x: PatchTensor = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not is_live(x) or not isinstance(dim, int):
+    if not is_live(input) or not isinstance(dim, int):
         return NotImplemented
+    x = input
     if dim % x.dim() in x.spatial.axes:
         return REGION_ENDS
     log = func.__name__ == "log_softmax"
     with torch.no_grad():
-        y = func(pixels(x), *args[1:], **kwargs)
+        y = func(pixels(x), dim, *args, **kwargs)
         a = da = pool_mean(y.exp() if log else y, x.patch, x.spatial)
         if not log and x.patch != (1, 1):
             variance = pool_mean(y * (1 - y), x.patch, x.spatial)

@@ -156,12 +156,7 @@ def as_pair(value: Any) -> Pair:
 
 
 @rule(torch.conv2d)
-def conv2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run conv2d on the values and hand its carrier on."""
-    return run_conv2d(func, *args, **kwargs)
-
-
-def run_conv2d(
+def conv2d(
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -171,7 +166,7 @@ def run_conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Run conv2d on the values and hand its carrier on."""
     if not is_live(input) or type(weight) is PatchTensor or input.dim() != 4:
         return NotImplemented
     x = input
@@ -212,16 +207,7 @@ def finish_conv(
 
 
 @rule(torch.conv_transpose2d)
-def conv_transpose2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run conv_transpose2d on the values and hand its carrier on.
-
-    A transposed convolution is a convolution whose taps read (i + p − d·u)/s, where that is whole. kernel="lumped" means the
-    lift here: most taps of an output pixel read nothing, so a kernel replaced by its sum has no scale of its own.
-    """
-    return run_conv_transpose2d(func, *args, **kwargs)
-
-
-def run_conv_transpose2d(
+def conv_transpose2d(
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -232,7 +218,11 @@ def run_conv_transpose2d(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Run conv_transpose2d on the values and hand its carrier on.
+
+    A transposed convolution is a convolution whose taps read (i + p − d·u)/s, where that is whole. kernel="lumped" means the
+    lift here: most taps of an output pixel read nothing, so a kernel replaced by its sum has no scale of its own.
+    """
     if not is_live(input) or type(weight) is PatchTensor:
         return NotImplemented
     x = input

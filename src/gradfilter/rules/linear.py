@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import torch
@@ -75,14 +76,19 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 @rule(*find_functions("matmul", "__matmul__", "bmm", inplace=False), any_layout=True)
-def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Map the channels by a matrix on the right; any other product is attention, at which the region ends."""
-    if len(args) != 2 or kwargs:
-        return NotImplemented
-    x, other = args
-    if not is_live(x) or is_live(other) or other.dim() != 2:
-        return REGION_ENDS
-    return run_linear(lambda value, weight, _: func(value, weight.t()), x, other.t())
+def matmul(func: Any, input: Tensor, other: Tensor) -> Any:
+    """Map the channels by a matrix: on the right of channels last (`Linear`), on the left of tokens last (`Einsum`).
+
+    The product of a map with another one, or with what was made of one, is attention, at which the region ends.
+    """
+    live = [is_live(v) for v in (input, other)]
+    if live == [True, False] and other.dim() == 2:
+        return linear(lambda value, weight, _: func(value, weight.t()), input, other.t())
+    if live == [False, True] and input.dim() == 2 and other.spatial.rows == other.dim() - 1:
+        batch = string.ascii_lowercase[: other.dim() - 2]
+        return einsum(torch.einsum, (f"yx,{batch}xz->{batch}yz", input, other), {})
+    attention = all(v.requires_grad and v.dim() > 2 for v in (input, other))
+    return REGION_ENDS if attention else NotImplemented
 
 
 class Einsum(Function):

@@ -123,12 +123,8 @@ class NormTrain(Function):
 
 
 @rule(F.batch_norm)
-def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise the value and hand the carrier on; one rule with the convolution before it where the two meet."""
-    return run_batch_norm(*args, **kwargs)
-
-
-def run_batch_norm(
+def batch_norm(
+    func: Any,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -138,7 +134,7 @@ def run_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Normalise the value and hand the carrier on; one rule with the convolution before it where the two meet."""
     if not is_live(input):
         return NotImplemented
     x = input
@@ -174,12 +170,8 @@ def finish_norm(x: PatchTensor, weight: Tensor | None, bias: Tensor | None, mu: 
 
 
 @rule(F.group_norm, torch.group_norm)
-def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise groups of channels of each image and hand the carrier on."""
-    return run_group_norm(*args, **kwargs)
-
-
-def run_group_norm(
+def group_norm(
+    func: Any,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -187,7 +179,7 @@ def run_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Normalise groups of channels of each image and hand the carrier on."""
     # torch refuses a group of one value, and a number of groups that does not divide the channels: leave it to say so.
     if not is_live(input) or input.numel() == num_groups or input.shape[1] % num_groups:
         return NotImplemented
@@ -205,12 +197,8 @@ def to_dense(x: Tensor) -> Tensor:
 
 
 @rule(F.instance_norm)
-def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise each channel of each image, or with running statistics as a batch norm does."""
-    return run_instance_norm(*args, **kwargs)
-
-
-def run_instance_norm(
+def instance_norm(
+    func: Any,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -220,11 +208,11 @@ def run_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Normalise each channel of each image, or with running statistics as a batch norm does."""
     if not is_live(input):
         return NotImplemented
     if not use_input_stats:
-        return run_batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return batch_norm(func, input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input
     n, channels, h, w = x.shape
     if h * w == 1:  # torch refuses a single value: leave it to say so

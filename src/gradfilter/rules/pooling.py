@@ -122,12 +122,8 @@ def route(x: PatchTensor, y: Tensor, indices: Tensor, spans: tuple[Spans, Spans]
 
 
 @rule(F.max_pool2d, torch.max_pool2d)
-def max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the maxima of windows: `MaxPool`."""
-    return run_max_pool2d(*args, **kwargs)
-
-
-def run_max_pool2d(
+def max_pool2d(
+    func: Any,
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -136,7 +132,7 @@ def run_max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Take the maxima of windows: `MaxPool`."""
     if not is_live(input) or return_indices or input.dim() != 4:
         return NotImplemented
     with torch.no_grad():
@@ -147,13 +143,8 @@ def run_max_pool2d(
 
 
 @rule(F.adaptive_max_pool2d)
-def adaptive_max_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def adaptive_max_pool2d(func: Any, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
     """Take the maxima of windows of about equal size: `MaxPool`; one window is the maximum over space, `Reduction`."""
-    return run_adaptive_max_pool2d(func, *args, **kwargs)
-
-
-def run_adaptive_max_pool2d(func: Any, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-    """Apply the rule with torch's argument names."""
     if not is_live(input) or return_indices or input.dim() != 4:
         return NotImplemented
     size = fill_size(output_size, input)

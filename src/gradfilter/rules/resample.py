@@ -59,17 +59,7 @@ def avg_pool_axis(
 
 
 @rule(F.avg_pool2d)
-def avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take means over windows.
-
-    Equation: `AxisMap` with the coarse matrices of the pooling.
-    Cost: as `AxisMap`; saves nothing.
-    Exact when: always, for the gradient that the two tilings can carry.
-    """
-    return run_avg_pool2d(func, *args, **kwargs)
-
-
-def run_avg_pool2d(
+def avg_pool2d(
     func: Any,
     input: Tensor,
     kernel_size: Any,
@@ -79,7 +69,12 @@ def run_avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """Apply the rule with torch's argument names."""
+    """Take means over windows.
+
+    Equation: `AxisMap` with the coarse matrices of the pooling.
+    Cost: as `AxisMap`; saves nothing.
+    Exact when: always, for the gradient that the two tilings can carry.
+    """
     if not is_live(input):
         return NotImplemented
     x, stride = input, stride or kernel_size
@@ -102,16 +97,16 @@ def adaptive_pool_axis(size: int, out_size: int, *patch: int) -> Matrix:
 
 
 @rule(F.adaptive_avg_pool2d)
-def adaptive_avg_pool2d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def adaptive_avg_pool2d(func: Any, input: Tensor, output_size: Any) -> Any:
     """Take means over as many windows as asked for.
 
     Equation: `AxisMap` with the coarse matrices of the pooling; one window is the mean over space and leaves the region.
     Cost: as `AxisMap`; saves nothing.
     Exact when: always, for the gradient that the two tilings can carry.
     """
-    x, output_size = args[0], args[1] if len(args) > 1 else kwargs["output_size"]
-    if not is_live(x):
+    if not is_live(input):
         return NotImplemented
+    x = input
     size = fill_size(output_size, x)
     if size != (1, 1) and size == map_size(x):
         return finish(x, pixels(x).clone(), x.carrier)
@@ -135,18 +130,14 @@ def interpolate_axis(
 
 
 @rule(F.interpolate)
-def interpolate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = None, **options: Any) -> Any:
     """Make a map larger or smaller, in any of torch's modes.
 
     Equation: `AxisMap` with the coarse matrices of the interpolation.
     Cost: as `AxisMap`; saves nothing.
     Exact when: always, for the gradient that the two tilings can carry.
     """
-    return run_interpolate(func, *args, **kwargs)
-
-
-def run_interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = None, **options: Any) -> Any:
-    """Apply the rule with torch's argument names; torch's own dispatch gives all but the input as keywords."""
+    # Torch's own dispatch gives all but the input as keywords.
     if not is_live(input):
         return NotImplemented
     x = input
@@ -214,13 +205,22 @@ class Unshuffle(Function):
 SHUFFLES = {"pixel_shuffle": (Shuffle, shuffle_axis), "pixel_unshuffle": (Unshuffle, unshuffle_axis)}
 
 
-@rule(torch.pixel_shuffle, torch.pixel_unshuffle)
-def pixel_shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Turn channels into pixels or pixels into channels."""
-    factor = next(iter((*args[1:], *kwargs.values())), None)
-    if not is_live(args[0]) or not isinstance(factor, int):
+@rule(torch.pixel_shuffle)
+def pixel_shuffle(func: Any, input: Tensor, upscale_factor: int) -> Any:
+    """Turn channels into pixels: `Shuffle`."""
+    return shuffle_pixels(func, input, upscale_factor)
+
+
+@rule(torch.pixel_unshuffle)
+def pixel_unshuffle(func: Any, input: Tensor, downscale_factor: int) -> Any:
+    """Turn pixels into channels: `Unshuffle`."""
+    return shuffle_pixels(func, input, downscale_factor)
+
+
+def shuffle_pixels(func: Any, x: Tensor, factor: int) -> Any:
+    """Return a pixel shuffle or unshuffle of x."""
+    if not is_live(x):
         return NotImplemented
-    x = args[0]
     with torch.no_grad():
         y = func(pixels(x), factor)
     if factor == 1:

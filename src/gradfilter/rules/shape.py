@@ -43,7 +43,7 @@ class Padded(NamedTuple):
 
 
 @rule(F.pad, any_layout=True)
-def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Pad or crop any axes.
 
     Equation: `AxisMap` with the coarse matrix of the pad; a zero pad folds into the convolution behind it. The carrier is
@@ -51,11 +51,6 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Cost: as `AxisMap`; saves nothing.
     Exact when: always, for the gradient that the two tilings can carry.
     """
-    return run_pad(func, *args, **kwargs)
-
-
-def run_pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    """Apply the rule with torch's argument names."""
     if not is_live(input) or len(pad) % 2 or mode not in PAD_MODES:
         return NotImplemented
     x, layout = input, input.spatial
@@ -110,13 +105,8 @@ class Cat(Function):
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, any_layout=True)
-def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cat(func: Any, tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
     """Concatenate channels. The finest patch of the parts holds for all; a plain part enters the region there."""
-    return run_cat(func, *args, **kwargs)
-
-
-def run_cat(func: Any, tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
-    """Apply the rule with torch's argument names."""
     axis = dim if axis is None else axis
     if puts_in_front(tensors, axis):
         return put_in_front(func, tensors, axis)
@@ -147,13 +137,8 @@ def put_in_front(func: Any, tensors: Any, axis: int) -> Any:
 
 
 @rule(torch.stack, any_layout=True)
-def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def stack(func: Any, tensors: Any, dim: int = 0) -> Any:
     """Stack maps along a new axis, as `cat`."""
-    return run_stack(func, *args, **kwargs)
-
-
-def run_stack(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Apply the rule with torch's argument names."""
     met = meet(tensors)
     if met is None:
         return NotImplemented
