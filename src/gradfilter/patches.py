@@ -74,9 +74,14 @@ MAP = Layout(2, 3)
 """The layout of a map [N, C, H, W]."""
 
 
+def is_map(x: Tensor, layout: Layout) -> bool:
+    """Tell whether a tensor in a layout is a map [N, C, H, W]."""
+    return x.dim() == 4 and (layout is MAP or layout == MAP)
+
+
 def over_map(x: Tensor, layout: Layout, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function of maps [A, B, H, W] to the spatial axes of a tensor in any layout."""
-    if layout is MAP:
+    if is_map(x, layout):
         return function(x)
     if layout.tokens:
         axis = layout.rows
@@ -162,7 +167,7 @@ def make_areas(size: Pair, patch: Pair, like: Tensor, layout: Layout = MAP) -> T
     if isinstance(areas, float) and not layout.prefix:
         return areas
     dtype = like.dtype if like.element_size() > 2 else torch.float32
-    if layout is not MAP:
+    if not is_map(like, layout):
         areas = np.broadcast_to(areas, count_cells(size, patch))
         if layout.tokens:
             areas = np.concatenate([np.ones(layout.prefix), areas.reshape(-1)])

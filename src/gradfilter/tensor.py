@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError, InputError, RuleError
-from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, make_areas, pool_sum
+from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, is_map, make_areas, pool_sum
 from gradfilter.regions import EXPECTED, Choices
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -145,7 +145,7 @@ class PatchTensor(Tensor):
             live = find_live(values)
             if torch.is_grad_enabled():
                 found = RULES.get(func)
-                if found is not None and (found.any_layout or all(x.spatial is MAP for x in live)):
+                if found is not None and (found.any_layout or all(is_map(x, x.spatial) for x in live)):
                     result = found.run(func, args, kwargs)
                     if result is not NotImplemented and result is not REGION_ENDS:
                         for x in live:
@@ -344,7 +344,6 @@ def wrap(
     value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None, layout: Layout = MAP
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
-    layout = layout if layout is MAP or layout != MAP else MAP  # one object, so that all can ask by identity
     x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
     x.means, x.seen_version = {}, value._version
@@ -387,7 +386,6 @@ def share(
         patch: The patch, where it is not that of x.
     """
     y = view.as_subclass(PatchTensor)
-    layout = MAP if layout == MAP else layout
     y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
     y.means, y.seen_version, y.borrowed = {}, value._version, x.borrowed
     return y

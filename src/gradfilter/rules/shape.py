@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.errors import InputError
-from gradfilter.patches import MAP, PAD_MODES, pad_axis
+from gradfilter.patches import PAD_MODES, is_map, pad_axis
 from gradfilter.rules.meet import meet
 from gradfilter.tensor import (
     AxisMap,
@@ -79,7 +79,7 @@ def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float
         columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
         carrier: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
     # Zeros around what a crop has left are another map.
-    folds = mode == "constant" and not value and min(pads) >= 0 and layout is MAP and not others
+    folds = mode == "constant" and not value and min(pads) >= 0 and is_map(x, layout) and not others
     return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None, layout)
 
 
