@@ -118,7 +118,8 @@ CHANGED = "a view of an activation was changed in place, and the activation used
 
 def find_exits(output: Any) -> list[tuple[str, Any]]:
     """List the places in the graph of an output where a region ends, each with the name of the function it ends at."""
-    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+    # What becomes of a PatchTensor that is an output is for the loss to say.
+    tensors = [value.carrier if is_live(value) else value for value in tree_leaves(output) if isinstance(value, Tensor)]
     todo = [(tensor.grad_fn, "") for tensor in tensors if tensor.grad_fn is not None]
     seen, found = {node for node, _ in todo}, []
     while todo:

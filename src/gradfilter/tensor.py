@@ -134,7 +134,7 @@ class PatchTensor(Tensor):
     ) -> Any:
         """Run the rule of `func`; without one, exit: run it exactly on the values."""
         kwargs = {} if kwargs is None else dict(kwargs)
-        if not args and "input" in kwargs:
+        if not args and "input" in kwargs and "condition" not in kwargs:  # which comes first in `where`
             args = (kwargs.pop("input"),)
         with plain_torch():
             if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
