@@ -282,3 +282,24 @@ def test_a_view_changed_in_place_is_named_as_such():
     with pytest.warns(ExitWarning, match="a view of an activation was changed in place"):
         got = gradients(model)
     assert_close(got, gradients(plain(net)))
+
+
+def test_data_set_on_an_activation_is_an_exit():
+    def double(x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.data = y.data * 2
+        return y * 3
+
+    net = make_net(Run(double))
+    model = applied(net)
+    with pytest.warns(ExitWarning):
+        got = gradients(model)
+    assert_close(got, gradients(plain(net)))
+
+
+def test_transforms_and_empty_maps_are_refused():
+    model = applied(make_net())
+    with pytest.raises(InputError, match=r"stem\.0.*torch\.func"):
+        torch.func.grad(lambda x: model(x).sum())(make_images())
+    with pytest.raises(InputError, match=r"stem\.0.*\[2, 3, 0, 5\].*empty"):
+        model(torch.zeros(2, 3, 0, 5, dtype=torch.float64))

@@ -220,6 +220,16 @@ class PlannedLayer(Hook):
                 f"layer '{self.layer}' runs under forward-mode differentiation, which a filtered gradient does not have. Use "
                 "backward(), or gradfilter.remove_(model) first."
             )
+        if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+            raise InputError(
+                f"layer '{self.layer}' runs under a transform of torch.func (grad, vmap, …), which a filtered gradient does "
+                "not have. Use backward(), or gradfilter.remove_(model) first."
+            )
+        if 0 in x.shape[1:]:
+            raise InputError(
+                f"layer '{self.layer}' got a tensor of shape {list(x.shape)}, which is empty. Check the size of the images: "
+                "they may be too small for this network."
+            )
         if not x.is_floating_point():
             raise InputError(
                 f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "

@@ -96,6 +96,9 @@ REGION_ENDS = object()
 """What a rule returns where a region is meant to end: an exit, and no warning."""
 
 
+SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 (by its name it would be a tensor to a type checker)
+
+
 class PatchTensor(Tensor):
     """A full-resolution value with a coarse carrier in autograd: [N, C, H, W] and [N, C, H', W'], or in another layout.
 
@@ -138,7 +141,10 @@ class PatchTensor(Tensor):
             args = (kwargs.pop("input"),)
         with plain_torch():
             if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
-                return func(*args, **kwargs)
+                func(*args, **kwargs)
+                if func == SET_DATA and type(args[0]) is PatchTensor:  # another storage: the carrier is not that of this value
+                    args[0].value, args[0].seen_version = args[0].detach(), -1
+                return None
             values = (args, tuple(kwargs.values()))
             check_not_borrowed(values)
             found = result = None

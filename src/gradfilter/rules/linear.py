@@ -81,10 +81,9 @@ def matmul(func: Any, input: Tensor, other: Tensor) -> Any:
 
     The product of a map with another one, or with what was made of one, is attention, at which the region ends.
     """
-    live = [is_live(v) for v in (input, other)]
-    if live == [True, False] and other.dim() == 2:
+    if is_live(input) and not is_live(other) and other.dim() == 2:
         return linear(lambda value, weight, _: func(value, weight.t()), input, other.t())
-    if live == [False, True] and input.dim() == 2 and other.spatial.rows == other.dim() - 1:
+    if is_live(other) and not is_live(input) and input.dim() == 2 and other.spatial.rows == other.dim() - 1:
         batch = string.ascii_lowercase[: other.dim() - 2]
         return einsum(torch.einsum, (f"yx,{batch}xz->{batch}yz", input, other), {})
     attention = all(v.requires_grad and v.dim() > 2 for v in (input, other))
@@ -121,7 +120,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Contract the channels of a map with a plain tensor; a contraction of two maps is attention."""
     equation, *operands = args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    live = [is_live(v) for v in operands]
+    live = [bool(is_live(v)) for v in operands]
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation or not any(live):
         return NotImplemented
     if all(live):
