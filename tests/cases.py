@@ -146,7 +146,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     for name in (
         "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish selu silu softshrink softsign tanh tanhshrink sigmoid"
     ).split()
-} | {name: getattr(torch, name) for name in "abs cos erf exp sin square neg".split()}  # fmt: skip
+} | {name: getattr(torch, name) for name in "abs cos erf erfc exp expm1 exp2 sin sinh cosh atan sinc square neg".split()} | {
+    name: lambda x, name=name: getattr(torch, name)(x * 0.1 + 2)
+    for name in "log log1p log2 sqrt rsqrt reciprocal tan".split()
+} | {
+    "logit": lambda x: torch.logit(x * 0.05 + 0.5),
+    "rpow": lambda x: 2 ** (x * 0.5),
+    "rdiv": lambda x: 3 / (x * 0.1 + 2),
+    "clamp_min": lambda x: x.clamp_min(0.2),
+    "clamp_max": lambda x: torch.clamp_max(x, 0.2),
+    "clip": lambda x: x.clip(-0.5, 0.5),
+}  # fmt: skip
 
 FUNCTIONS = [
     *(Function(name, call) for name, call in ACTIVATIONS.items()),
@@ -285,6 +295,11 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "minimum": lambda a, b: torch.minimum(b, a),
     "where": lambda a, b: torch.where(a.detach() > 0, a, b),
     "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "addcmul": lambda a, b: torch.addcmul(a, a.detach(), b, value=2),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, a.detach() * 0.1 + 2),
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
+    "xlogy": lambda a, b: torch.xlogy(a, b * 0.1 + 2),
     "nhwc_mul": lambda a, b: (a.permute(0, 2, 3, 1) * b.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
 }
 """Functions of two maps."""
