@@ -100,8 +100,9 @@ def run_attention(
 ) -> Tensor:
     """Return attention by the kernel that torch chooses on a CPU."""
     fused = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1] and not dropout_p
+    fused = fused and query.shape[:2] == key.shape[:2] == value.shape[:2]
     trained_mask = attn_mask is not None and attn_mask.requires_grad  # the fused kernel has no gradient for it
-    if not fused or trained_mask or enable_gqa or not all(t.stride(-1) == 1 for t in (query, key, value)):
+    if not fused or trained_mask or enable_gqa:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,7 +77,7 @@ class Row:
     convolutions: int = 0
     unexpected: dict[tuple[str, str], str] = field(default_factory=dict)
     expected: dict[tuple[str, str], str] = field(default_factory=dict)
-    predicted: int = 0
+    predicted: int | None = None
     error: float = 0.0
     exact: int = 0
     filtered: int = 0
@@ -151,15 +152,17 @@ def make_remarks(rows: Sequence[Row]) -> list[str]:
         Counter(name for exits in table for name in {function for _, function in exits})
         for table in ([row.unexpected for row in good], [row.expected for row in good])
     )
-    missed = [row.network for row in good if row.predicted != row.filtered]
+    missed = [row.network for row in good if row.predicted not in (row.filtered, None)]
+    unknown = [row.network for row in good if row.predicted is None]
     ratio = statistics.median(row.exact / row.filtered for row in good)
     return [
         f"{len(rows)} networks, {len(rows) - len(good)} of which failed; {sum(not row.unexpected for row in good)} have no "
         f"unexpected exit; largest patch-1 error {max(row.error for row in good):.0e}; median ratio {ratio:.1f}x.",
         f"Networks by unexpected exit: {list_counts(unexpected)}.",
         f"Networks by expected exit: {list_counts(expected)}.",
-        f"Predicted saved bytes are the measured ones to the byte in {len(good) - len(missed)} of {len(good)} networks"
-        f"{'; not in ' + ', '.join(missed) if missed else ''}.",
+        f"Predicted saved bytes are the measured ones to the byte in {len(good) - len(missed) - len(unknown)} of {len(good)} "
+        f"networks{'; not in ' + ', '.join(missed) if missed else ''}"
+        f"{'; not predictable, for they make tensors of their own: ' + ', '.join(unknown) if unknown else ''}.",
         f"Patch-1 error: float64, largest over all parameters of |g - g_exact| / (|g_exact| + {FLOOR:.0e}·|largest|), by norm: "
         "a gradient that is zero but for rounding is held against the largest of the network. Dropout and stochastic depth are "
         "off, and a network that asks for float32 inside gets float64. Saved MB: float32, measured, batch norm in eval mode "
@@ -274,7 +277,8 @@ def measure_bytes(row: Row, model: nn.Module, images: Tensor) -> None:
     row.convolutions = len(applied.resolved.convs)
     row.unexpected = applied.log.find_unexpected()
     row.expected = {key: reason for key, reason in applied.log.exits.items() if key not in row.unexpected}
-    row.predicted = predict_saved_bytes(model, images)
+    with suppress(Exception):  # a network that makes tensors of its own on a CPU does not run on shapes alone
+        row.predicted = predict_saved_bytes(model, images)
     remove_(model)
 
 

@@ -24,6 +24,10 @@ def freeze_statistics_(model: nn.Module) -> nn.Module:
     return model
 
 
+DROPPING = ("DropPath", "DropBlock2d", "StochasticDepth")
+"""Modules of timm and torchvision that drop paths and blocks at random."""
+
+
 def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give batch norms statistics and affines as training would, so that no gradient is trivially right; nothing is dropped."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,9 +41,10 @@ def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
             ):
                 if tensor is not None:
                     fill(tensor.data)
-        for name in ("p", "drop_prob"):  # dropout and stochastic depth, torchvision's and timm's
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ in DROPPING:
+            for name in ("p", "drop_prob"):
+                if hasattr(module, name):
+                    setattr(module, name, 0.0)
     return model
 
 

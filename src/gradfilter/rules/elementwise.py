@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
-from gradfilter.rules.functions import find_functions, is_inplace
+from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
     coarse,
@@ -141,7 +140,7 @@ SMOOTH = (
     "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish rrelu selu silu softplus softshrink softsign tanh "
     "tanhshrink threshold sigmoid abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
     "reciprocal rsqrt sin sqrt square __pow__ __rpow__ __neg__ __abs__ maximum minimum where lerp addcmul addcdiv "
-    "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan log_sigmoid erfc sinc xlogy logit"
+    "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
@@ -166,14 +165,11 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     replaced = list(args)
     for i, z in zip(places, values, strict=True):
         replaced[i] = z.clone() if inplace and i == 0 else z
-    # What autograd saves here is gone a line later: checkpoints and offloaders that watch saved tensors need not see it.
-    with torch.enable_grad(), saved_tensors_hooks(unchanged, unchanged):
-        y = func(*replaced, **kwargs)
-        if y is values[0]:
-            return args[0]
-        if not isinstance(y, Tensor) or y.shape != shape or not y.requires_grad:
-            return NotImplemented
-        grads = torch.autograd.grad(y, values, torch.ones_like(y), allow_unused=True)
+    y, grads = differentiate(lambda: func(*replaced, **kwargs), values)
+    if y is values[0]:
+        return args[0]
+    if not grads or y.shape != shape:
+        return NotImplemented
     y = y.detach()
     if inplace:
         pixels(args[0]).copy_(y)
@@ -181,11 +177,6 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     derivatives = tuple(pool_mean(d, met.patch, met.layout) for d in grads)
     carrier: Tensor = Derivative.apply(y, derivatives, *met.carriers)  # type: ignore[assignment]
     return met.finish(y, carrier, args[0] if inplace else None)
-
-
-def unchanged(x: Tensor) -> Tensor:
-    """Return x."""
-    return x
 
 
 class PReLU(Function):

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradfilter.patches import Layout, Pair, count_cells, make_areas, map_size, pool_mean, pool_sum
-from gradfilter.rules.elementwise import elementwise, unchanged
-from gradfilter.rules.functions import find_functions
+from gradfilter.rules.elementwise import elementwise
+from gradfilter.rules.functions import differentiate, find_functions
 from gradfilter.tensor import PatchTensor, coarse, is_live, make_carrier, pixels, rule, spatial_size, wrap
 
 
@@ -85,16 +84,6 @@ class ChannelReduction(Function):
         return g.expand(ctx.shape), None, None, None, None, None
 
 
-def differentiate(func: Callable[[Tensor], Tensor], x: PatchTensor) -> tuple[Tensor, Tensor]:
-    """Return a reduction of x and its derivative at every pixel, which autograd itself gives."""
-    z = pixels(x).detach().requires_grad_()
-    # What autograd saves here is gone a line later: checkpoints and offloaders that watch saved tensors need not see it.
-    with torch.enable_grad(), saved_tensors_hooks(unchanged, unchanged):
-        y = func(z)
-        (derivative,) = torch.autograd.grad(y, z, torch.ones_like(y))
-    return y.detach(), derivative
-
-
 def run_reduction(func: Callable[[Tensor], Tensor], x: PatchTensor, axes: set[int], kind: str) -> Any:
     """Return func(x), which reduces x over some axes: both spatial ones, or none of them.
 
@@ -114,7 +103,9 @@ def run_reduction(func: Callable[[Tensor], Tensor], x: PatchTensor, axes: set[in
         with torch.no_grad():
             y = func(pixels(x))
     else:
-        y, derivative = differentiate(func, x)
+        z = pixels(x).detach().requires_grad_()
+        y, (derivative,) = differentiate(lambda: func(z), [z])
+        y = y.detach()
     kept = [1 if axis in axes else n for axis, n in enumerate(x.carrier.shape)]
     if over_space:
         x.choices.log.note(x.choices.layer, f"the {kind} over space")
