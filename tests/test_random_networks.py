@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,9 +13,25 @@ from torch import nn
 
 import gradfilter as gf
 from cases import draw
-from gradfilter.apply import find_applied
+from gradfilter.apply import CHANGED, find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from random_networks import EVERY, HEADS, Activation, Conv, Drawn, Gate, LastBlock, Norm, networks, sizes, spec
+from gradfilter.errors import ExitWarning
+from random_networks import (
+    EVERY,
+    HEADS,
+    Activation,
+    Conv,
+    Drawn,
+    Dropout,
+    Gate,
+    LastBlock,
+    Norm,
+    Recall,
+    Split,
+    networks,
+    sizes,
+    spec,
+)
 
 run = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 batches = st.integers(1, 3)
@@ -58,7 +75,8 @@ def make_twins(drawn, plan):
 def step(model, x):
     """Return the loss of a forward pass, and the gradients of the input and of all trained parameters after a backward."""
     x = x.clone().requires_grad_()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExitWarning)  # find_unexpected tells
         torch.manual_seed(3)
         y = model(x)
         loss = F.cross_entropy(y, torch.arange(len(x)) % 3)
@@ -79,7 +97,8 @@ def find_unexpected(model):
     """List the exits that nobody expected."""
     applied = find_applied(model)
     assert applied is not None
-    found = {function for _, function in applied.log.find_unexpected()}
+    # One half of a split map changed in place ends the region for the other half, whose storage it is, too.
+    found = {function for (_, function), reason in applied.log.find_unexpected().items() if reason != CHANGED}
     # Where a part is frozen, a plain tensor may be changed in place by a PatchTensor: it cannot turn into one.
     is_whole = "*" in applied.plan.layers
     return found if is_whole else found - {"torch.Tensor.add_", "torch.Tensor.mul_"}
@@ -117,6 +136,23 @@ def check_exact(drawn, size, n, batch_norm):
 @example(
     drawn=Drawn(spec(Conv), [spec(Conv), spec(LastBlock, kind="reshape")]), size=(5, 5), n=1, batch_norm="eval"
 )  # one token
+@example(
+    drawn=Drawn(
+        spec(Conv),
+        [spec(Recall, how="interleave"), spec(Split, kind="tensor_split", how="add", first=[spec(Activation, inplace=True)])],
+    ),
+    size=(5, 5),
+    n=1,
+    batch_norm="train",
+)  # half of a map changed in place
+@example(
+    drawn=Drawn(
+        spec(Conv), [spec(Recall, how="interleave"), spec(Split, kind="chunk", how="add", first=[spec(Dropout, inplace=True)])]
+    ),
+    size=(5, 5),
+    n=1,
+    batch_norm="train",
+)  # a dropout of nothing, which torch allows on a part that must not be changed in place
 def test_patch_one_is_exact(drawn, size, n, batch_norm):
     check_exact(drawn, size, n, batch_norm)
 

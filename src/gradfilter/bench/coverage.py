@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import sys
@@ -278,7 +279,7 @@ def measure_bytes(row: Row, model: nn.Module, images: Tensor) -> None:
     row.unexpected = applied.log.find_unexpected()
     row.expected = {key: reason for key, reason in applied.log.exits.items() if key not in row.unexpected}
     with suppress(Exception):  # a network that makes tensors of its own on a CPU does not run on shapes alone
-        row.predicted = predict_saved_bytes(model, images)
+        row.predicted = predict_saved_bytes(copy.deepcopy(model), images)  # some keep what they made for the next forward
     remove_(model)
 
 

@@ -151,9 +151,11 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     A plain tensor with a gradient among the arguments enters the region here.
     """
-    if func.__name__ in DROPOUTS and not kwargs.get("training", True) and is_live(args[0]):
-        return args[0]
     inplace = is_inplace(func, kwargs)
+    if func.__name__ in DROPOUTS and is_live(args[0]):
+        # In place, a dropout of nothing does not touch its input: torch allows it on parts that must not be changed.
+        if not kwargs.get("training", True) or (inplace and kwargs.get("p") == 0):
+            return args[0]
     places = [i for i, v in enumerate(args) if isinstance(v, Tensor) and v.requires_grad]
     if any(isinstance(v, Tensor) and v.requires_grad for v in kwargs.values()) or (inplace and not is_live(args[0])):
         return NotImplemented
