@@ -20,6 +20,7 @@ from random_networks import (
     EVERY,
     HEADS,
     Activation,
+    Checkpoint,
     Conv,
     Drawn,
     Dropout,
@@ -67,6 +68,8 @@ def make_twins(drawn, plan):
     for module in exact.modules():
         if isinstance(module, Norm):
             module.is_oracle = True
+        if isinstance(module, Checkpoint) and any(isinstance(m, Checkpoint) for m in module.modules() if m is not module):
+            reject()  # a checkpoint within a checkpoint is not supported: torch raises an error when it runs it again
     for name, p in model.named_parameters():
         exact.get_parameter(name).requires_grad_(p.requires_grad)
     return model, exact
