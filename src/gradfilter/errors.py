@@ -29,6 +29,18 @@ class ModelNameError(GradFilterError, ValueError):
     """Report a model name that is not known."""
 
 
+class DataError(GradFilterError, ValueError):
+    """Report images, labels or a data set that cannot be trained on as they are."""
+
+
+class SettingsError(GradFilterError, ValueError):
+    """Report a setting with a value that it cannot have."""
+
+
+class CheckpointError(GradFilterError, RuntimeError):
+    """Report a checkpoint that cannot be written, cannot be read, or belongs to another run."""
+
+
 class MissingExtraError(GradFilterError, ImportError):
     """Report an optional package that a feature needs and that is not installed."""
 

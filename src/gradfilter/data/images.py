@@ -1,0 +1,150 @@
+"""Labelled images, wherever they come from."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradfilter.data.decode import read_rgb
+from gradfilter.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Labelled images.
+
+    Attributes:
+        name: What messages and reports call the set.
+        classes: Names of the classes; a label is an index into them.
+        labels: One label per image.
+        names: What names each image: its file below the data folder, or for example "digits/17".
+        read: Gives image i as a PIL image in RGB. It can be pickled, because the workers of a DataLoader call it. A reader with
+            a method `identify(i) -> str` says cheaply what tells one content from another; else the pixels do.
+        flips: Whether a mirrored image is still of its class (not so for digits).
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    labels: tuple[int, ...]
+    names: tuple[str, ...]
+    read: Callable[[int], "Image"]
+    flips: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.labels) != len(self.names):
+            raise DataError(f"{self.name}: {len(self.labels)} labels for {len(self.names)} images. Give one label per image.")
+        if self.labels and not 0 <= min(self.labels) <= max(self.labels) < len(self.classes):
+            raise DataError(
+                f"{self.name}: labels from {min(self.labels)} to {max(self.labels)} for {len(self.classes)} classes. "
+                f"Labels must lie between 0 and {len(self.classes) - 1}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, indices: Sequence[int]) -> "ImageSet":
+        """Make the set of some of the images, in the order given; the reader is shared."""
+        chosen = tuple(int(index) for index in indices)
+        return dataclasses.replace(
+            self,
+            labels=tuple(self.labels[index] for index in chosen),
+            names=tuple(self.names[index] for index in chosen),
+            read=_select_reader(self.read, chosen),
+        )
+
+    def counts(self) -> tuple[int, ...]:
+        """Count the images of each class."""
+        return tuple(np.bincount(np.asarray(self.labels, dtype=np.int64), minlength=len(self.classes)).tolist())
+
+    def fingerprint(self) -> str:
+        """Hash classes, labels, names and contents (of files: size and time of change): any change of the data changes it."""
+        digest = hashlib.sha256(json.dumps([self.classes, self.labels, self.names]).encode())
+        identify = getattr(self.read, "identify", None)
+        for index in range(len(self)):
+            content = identify(index) if identify else _hash_pixels(self.read(index))
+            digest.update(content.encode() + b"\n")
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Data:
+    """The parts of a data set, and the files that were left out, each as "path: reason"."""
+
+    train: ImageSet
+    val: ImageSet
+    test: ImageSet | None
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """Read images from files below a folder; `stamps` are their sizes and times of change when they were found."""
+
+    folder: Path
+    files: tuple[str, ...]
+    stamps: tuple[str, ...]
+
+    def __call__(self, index: int) -> "Image":
+        """Read one image."""
+        path = self.folder / self.files[index]
+        try:
+            return read_rgb(path)
+        except DataError as error:
+            raise DataError(
+                f"{path}: {error}. It could be read before; has the data changed? Start again to check it."
+            ) from error
+
+    def identify(self, index: int) -> str:
+        """Tell the contents of one file from another."""
+        return self.stamps[index]
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayReader:
+    """Read images from one array, [N, H, W] for grey and [N, H, W, 3] for colour, of bytes."""
+
+    pixels: np.ndarray
+
+    def __call__(self, index: int) -> "Image":
+        """Give one image."""
+        from PIL import Image
+
+        image = Image.fromarray(self.pixels[index])
+        return image if image.mode == "RGB" else image.convert("RGB")
+
+    def identify(self, index: int) -> str:
+        """Tell one image from another."""
+        return hashlib.sha256(self.pixels[index].tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Some images of another reader."""
+
+    read: Callable[[int], "Image"]
+    indices: tuple[int, ...]
+
+    def __call__(self, index: int) -> "Image":
+        return self.read(self.indices[index])
+
+    def identify(self, index: int) -> str:
+        identify = getattr(self.read, "identify", None)
+        return identify(self.indices[index]) if identify else _hash_pixels(self(index))
+
+
+def _select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:
+    if isinstance(read, _Selection):  # keep chains of selections short
+        return _Selection(read.read, tuple(read.indices[index] for index in indices))
+    return _Selection(read, indices)
+
+
+def _hash_pixels(image: "Image") -> str:
+    return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
