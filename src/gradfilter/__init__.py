@@ -1,8 +1,8 @@
 """Train convolutional networks on small machines: forward at pixel resolution, backward at patch resolution."""
 
-from gradfilter.apply import apply_, remove_
+from gradfilter.apply import apply_, freeze_, remove_
 from gradfilter.describe import describe
 from gradfilter.plan import Backward, Plan
 
 __version__ = "0.1.0"
-__all__ = ["Backward", "Plan", "apply_", "describe", "remove_"]
+__all__ = ["Backward", "Plan", "apply_", "describe", "freeze_", "remove_"]

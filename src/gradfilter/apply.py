@@ -20,7 +20,7 @@ from gradfilter.errors import ExitWarning, InputError, PlanError
 from gradfilter.patches import MAP, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, plain_torch, regrid
+from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, regrid
 
 
 @dataclass
@@ -152,7 +152,7 @@ class PlannedLayer(Hook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        with plain_torch():
+        with torch._C.DisableTorchFunction():  # what a hook does is no call of the model's: modes need not know
             key = None if args else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), "input")
             x = args[0] if key is None else kwargs.get(key)
             if not isinstance(x, Tensor):
@@ -249,6 +249,14 @@ def is_in_backward() -> bool:
 
 
 @dataclass
+class Frozen(Hook):
+    """Forward pre-hook on the model that does nothing: it holds the record of what a plan has frozen."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave everything as it is."""
+
+
+@dataclass
 class FrozenStatistics(Hook):
     """Forward pre-hook and hook on a batch norm: it runs in eval mode, whatever `model.train()` says."""
 
@@ -270,7 +278,7 @@ class FrozenStatistics(Hook):
 
 def find_applied(model: nn.Module) -> Applied | None:
     """Return what `apply_` has done to this model, if it has."""
-    return next((hook.applied for hook in find_hooks(model) if isinstance(hook, WholeModel)), None)
+    return next((hook.applied for hook in find_hooks(model) if isinstance(hook, Frozen)), None)
 
 
 def apply_(model: nn.Module, plan: Plan) -> nn.Module:
@@ -286,6 +294,30 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: The plan does not fit the model, which is left untouched.
     """
+    applied = freeze(model, plan)
+    WholeModel(applied).attach(model)
+    for name, backward in (*applied.resolved.convs.items(), *applied.resolved.linears.items()):
+        PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
+    return model
+
+
+def freeze_(model: nn.Module, plan: Plan) -> nn.Module:
+    """Freeze what a plan freezes, in place, and train the rest with torch's own backward: the exact twin of `apply_`.
+
+    Freezing is all that this does: sizes of patches and the like are not looked at. `remove_` undoes it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: The plan does not fit the model, which is left untouched.
+    """
+    freeze(model, plan)
+    return model
+
+
+def freeze(model: nn.Module, plan: Plan) -> Applied:
+    """Check a plan, take an earlier one off, freeze parameters and statistics; return what was done."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"apply_ got a {type(model).__name__} where it takes a model, a torch.nn.Module.")
     if not isinstance(plan, Plan):
@@ -307,12 +339,10 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     applied = Applied(plan, resolved, [p for p in trainable if p not in trained])
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
-    WholeModel(applied).attach(model)
-    for name, backward in (*resolved.convs.items(), *resolved.linears.items()):
-        PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
+    Frozen(applied).attach(model)
     for name in resolved.frozen_norms:
         FrozenStatistics(applied).attach(model.get_submodule(name))
-    return model
+    return applied
 
 
 def find_hooks(module: nn.Module) -> list[Hook]:

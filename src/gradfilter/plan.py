@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 
 from gradfilter.errors import PlanError
+from gradfilter.files import replace_file
 from gradfilter.patches import Pair, Tiling, make_pair
 
 DEFAULT_GRID = 4
@@ -141,18 +142,10 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a YAML file: whole, or not at all."""
-        target, text = Path(path), self.to_yaml()
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, target)
+            replace_file(path, self.to_yaml())
         except OSError as error:
             raise PlanError(f"cannot write the plan file {os.fspath(path)!r}: {error.strerror or error}") from error
-        finally:
-            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

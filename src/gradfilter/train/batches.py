@@ -1,0 +1,77 @@
+"""Batches of images in a seeded order, from any place in it.
+
+Nothing random is kept between batches: the order of an epoch is a function of the seed and the epoch, what is done to an image a
+function of the seed, the view and the image. So a run can go on from any batch, and workers change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gradfilter.data import ImageSet, Transform
+
+ORDER, VIEW, STEP = range(3)
+"""What a seed is for, so that no two uses of one seed draw the same numbers."""
+
+
+def mix(*numbers: int) -> int:
+    """Return a seed that is a function of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Let torch's functions without a generator argument (transforms, dropout) draw as these numbers say; restore after."""
+    with torch.random.fork_rng():
+        torch.manual_seed(mix(*numbers))
+        yield
+
+
+@dataclass(frozen=True)
+class Rows(Dataset[tuple[int, Tensor]]):
+    """The transformed images of a set: row `view * len(images) + i` is view `view` of image i."""
+
+    images: ImageSet
+    transform: Transform
+    seed: int
+
+    def __getitem__(self, row: int) -> tuple[int, Tensor]:
+        view, index = divmod(row, len(self.images))
+        image = self.images.read(index)
+        if not self.transform.is_random:
+            return row, self.transform(image)
+        with seeded(self.seed, VIEW, view, index):
+            return row, self.transform(image)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def shuffle(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order of the images in an epoch."""
+    return torch.from_numpy(np.random.default_rng([seed, ORDER, epoch]).permutation(count))
+
+
+def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give batches of rows as pairs: the rows, and their images [N, 3, H, W], channels last."""
+    loader = DataLoader(
+        rows,
+        batch_sampler=[batch.tolist() for batch in batches],
+        num_workers=workers,
+        generator=torch.Generator(),  # or the global one is drawn from
+        collate_fn=collate,
+    )
+    yield from loader
+
+
+def collate(items: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the rows and the images of a batch."""
+    images = torch.stack([image for _, image in items]).contiguous(memory_format=torch.channels_last)
+    return torch.tensor([row for row, _ in items]), images
