@@ -18,7 +18,7 @@ from gradfilter.bench.setup import find_outputs
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, GradFilterError, InputError, PlanError
-from gradfilter.models import make_network
+from gradfilter.models import make_model
 from gradfilter.plan import Backward, Plan
 
 MODEL_HELP = (
@@ -71,7 +71,7 @@ def check(args: argparse.Namespace) -> int:
             f"--pixels {args.pixels} --batch {args.batch} is no batch of images. Give whole numbers of at least 1."
         )
     images = torch.randn(args.batch, 3, args.pixels, args.pixels, generator=torch.Generator().manual_seed(0))
-    model = make_network(args.model).train()
+    model = make_model(args.model).train()
     exact_bytes, exact_gradients = run_exactly(model, plan, images)
     applied = get_applied(apply_(model, plan))
     with warnings.catch_warnings(), explain_failure(images, "under the plan, though not without it. Please report this"):

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     for name, rounds in (("memory", 3), ("step", 7)):
         sub = commands.add_parser(name)
-        sub.add_argument("--model", default="mobilenet_v2", help="any name that gradfilter.models.make_network takes")
+        sub.add_argument("--model", default="mobilenet_v2", help="any name that gradfilter.models.make_model takes")
         sub.add_argument("--batch", type=int, default=32)
         sub.add_argument("--pixels", type=int, default=224)
         sub.add_argument("--rounds", type=int, default=rounds)

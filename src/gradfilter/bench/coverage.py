@@ -22,9 +22,9 @@ from gradfilter.apply import apply_, find_applied, remove_
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import find_outputs, freeze_statistics_, shake_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from gradfilter.models import make_network
 from gradfilter.models.extras import import_extra
 from gradfilter.models.network import make_listed
+from gradfilter.models.weights import random_weights_from
 from gradfilter.plan import Backward, Plan
 
 BATCH = 2
@@ -234,7 +234,8 @@ def make_runnable(name: str, pixels: int) -> nn.Module:
     sizes: list[dict[str, Any]] = [{"img_size": pixels}, {}, {"dynamic_img_size": True}]
     for size in sizes:
         try:
-            model = make_network(name, **{**OPTIONS.get(name, {"num_classes": CLASSES}), **size})
+            with random_weights_from(None):
+                model = make_listed(name, **{**OPTIONS.get(name, {"num_classes": CLASSES}), **size})
             with torch.no_grad():
                 find_outputs(model.eval()(torch.zeros(BATCH, 3, pixels, pixels)))
             return model.train()

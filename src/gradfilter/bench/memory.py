@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, prepare
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from gradfilter.models import make_network
+from gradfilter.models import make_model
 
 METHODS = (EXACT, "patch 1", "patch 2", "patch 4", "patch 7", "grid 7", "grid 4", "grid 2", "patch 2 lumped")
 PEAKS = (INFERENCE, EXACT, "patch 2", "patch 4", "grid 4")
@@ -28,14 +28,14 @@ def measure(model: str, batch: int, pixels: int, repeats: int) -> Report:
         f"python -m gradfilter.bench memory --model {model} --batch {batch} --pixels {pixels}",
         ("method", "saved MB", "predicted MB", "fewer bytes", "peak MB", "above import MB", "of inference"),
     )
-    make_network(model)  # an unknown name is refused here, not in a child process
+    make_model(model)  # an unknown name is refused here, not in a child process
     images, _ = make_batch(batch, pixels)
     peaks = {method: measure_peak(model, method, batch, pixels, repeats) for method in PEAKS}
     exact = 0
     for method in (INFERENCE, *METHODS):
         saved = predicted = 0
         if method != INFERENCE:
-            network = prepare(make_network(model).to(memory_format=torch.channels_last), method)  # type: ignore[call-overload]
+            network = prepare(make_model(model).to(memory_format=torch.channels_last), method)  # type: ignore[call-overload]
             saved, predicted = measure_saved_bytes(network, images), predict_saved_bytes(network, images)
         exact = saved if method == EXACT else exact
         times = f"{exact / saved:.1f}x" if saved else "-"
@@ -66,7 +66,7 @@ def measure_peak(model: str, method: str, batch: int, pixels: int, repeats: int)
 
 def run_steps(model: str, method: str, batch: int, pixels: int) -> None:
     """Run a few steps and print the peak and the baseline of this process in megabytes."""
-    network = prepare(make_network(model).to(memory_format=torch.channels_last), method)  # type: ignore[call-overload]
+    network = prepare(make_model(model).to(memory_format=torch.channels_last), method)  # type: ignore[call-overload]
     images, labels = make_batch(batch, pixels)
     baseline = peak_megabytes()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)

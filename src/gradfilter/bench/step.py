@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import EXACT, INFERENCE, make_batch, prepare
-from gradfilter.models import make_network
+from gradfilter.models import make_model
 
 METHODS = (INFERENCE, EXACT, "patch 2", "patch 4", "grid 4", "patch 2 lumped")
 
@@ -27,7 +27,7 @@ def measure(model: str, batch: int, pixels: int, rounds: int, threads: int) -> R
         ("method", "step / inference", "step / exact", "forward / inference", "backward / inference"),
     )
     images, labels = make_batch(batch, pixels)
-    runs = {method: make_run(make_network(model), method, images, labels) for method in METHODS}
+    runs = {method: make_run(make_model(model), method, images, labels) for method in METHODS}
     times: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
     for turn in range(rounds + 1):
         for method, run in runs.items():

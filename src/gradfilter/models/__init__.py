@@ -1,18 +1,17 @@
-"""Build the networks that gradfilter is measured on, by name, with local weights."""
+"""Build networks by name, with weights: ours, torchvision's, timm's, and a user's own."""
 
 import os
-from typing import cast
 
 import torch
 from torch import nn
 
 from gradfilter.errors import GradFilterError
-from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet  # noqa: F401 (importing a family registers it)
-from gradfilter.models.network import make_network
-from gradfilter.models.registry import ModelInfo, Resettable, find_models, get_entry
-from gradfilter.models.weights import load_weights_, random_weights_from, weights_path
+from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet, torchvision_nets  # noqa: F401 (importing registers)
+from gradfilter.models.network import find_entry
+from gradfilter.models.registry import ModelInfo, find_models
+from gradfilter.models.weights import build_with_weights, find_weights, random_weights_from
 
-__all__ = ["ModelInfo", "find_models", "make_model", "make_network"]
+__all__ = ["ModelInfo", "find_info", "find_models", "make_model"]
 
 
 def make_model(
@@ -25,29 +24,38 @@ def make_model(
     """Build a model by name, on the CPU, in training mode.
 
     Args:
-        name: One of the names that `find_models` lists.
-        weights: Path of a local weight file; "pretrained" for the weights that an installed pip package carries;
-            None for random weights.
+        name: One of `find_models`, where dashes and underscores do not count; a name of `torchvision.models.list_models()`
+            or `timm.list_models()`, bare (ours come first, then torchvision's) or behind "torchvision/" or "timm/"; or
+            "module:function" for a function of the user's own that takes no arguments and returns a model. The module is
+            looked up in the current directory too, as `python -m` does.
+        weights: None for random weights; the path of a local file, .safetensors or what `torch.save` writes; "pretrained"
+            for the published ones: from an installed pip package, or else from torchvision's or timm's hub (its local
+            cache, then the network).
         classes: Number of outputs. Where it differs from what the weights were trained for, the classifier is
-            replaced by a fresh one.
+            replaced by a fresh one. None for as many as the weights have, or as the model has by itself.
         generator: Source of all random weights. It advances, so a second call with it gives other weights. Without one,
             every call gives the same weights. The global random state is neither read nor changed.
 
     Raises:
+        ModelNameError: The name is not known, or there is no such module or function.
+        WeightsError: The weights are missing, unreadable, made for another model, or cannot be fetched.
+        MissingExtraError: An optional package is not installed.
+        GradFilterError: The user's function failed, or its model has no classifier to replace.
+    """
+    if classes is not None and classes < 1:
+        raise GradFilterError(f"classes={classes} was given to model {name!r}. A classifier needs at least one class.")
+    entry = find_entry(name)
+    with random_weights_from(generator):
+        if weights is None:
+            return entry.build(classes).train()
+        return build_with_weights(entry, find_weights(entry, weights), classes).train()
+
+
+def find_info(name: str) -> ModelInfo:
+    """Say what a model expects and where its weights come from, for any name that `make_model` takes.
+
+    Raises:
         ModelNameError: The name is not known.
-        WeightsError: The weights are missing, unreadable, or made for another model.
         MissingExtraError: An optional package is not installed.
     """
-    entry = get_entry(name)
-    path = weights_path(entry, weights)
-    outputs = entry.info.classes if classes is None else classes
-    if outputs < 1:
-        raise GradFilterError(f"classes={outputs} was given to model {name!r}. A classifier needs at least one class.")
-    with random_weights_from(generator):
-        if path is None:
-            return entry.build(outputs)
-        model = entry.build(entry.info.classes)
-        load_weights_(model, path, entry)
-        if outputs != entry.info.classes:
-            cast(Resettable, model).reset_classifier(outputs)
-        return model
+    return find_entry(name).info

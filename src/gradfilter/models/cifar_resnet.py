@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfilter.models.registry import ModelInfo, register
+from gradfilter.models.registry import IMAGENET_MEAN, IMAGENET_STD, Entry, ModelInfo, register
 
 _WIDTHS = (16, 32, 64)
+_CLASSES = 10
 
 
 class PadShortcut(nn.Module):
@@ -64,10 +65,6 @@ class CifarResNet(nn.Module):
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.classifier(self.pool(x).flatten(1))
 
-    def reset_classifier(self, classes: int) -> None:
-        """Replace the classifier by one with random weights."""
-        self.classifier = nn.Linear(self.classifier.in_features, classes)
-
 
 def _make_stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(BasicBlock(inputs, outputs), *(BasicBlock(outputs, outputs) for _ in range(blocks - 1)))
@@ -78,16 +75,11 @@ def _pair_keys(own: Sequence[str], _public: Sequence[str]) -> dict[str, str]:
     return {key: "module." + key.replace("classifier.", "linear.") for key in own}
 
 
-def _info(name: str, file: str) -> ModelInfo:
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    return ModelInfo(name, 32, mean, std, 10, f"{file} of github.com/akamaster/pytorch_resnet_cifar10")
+def _register(name: str, blocks: int, file: str) -> None:
+    published = f"{file} of github.com/akamaster/pytorch_resnet_cifar10"
+    info = ModelInfo(name, 32, IMAGENET_MEAN, IMAGENET_STD, _CLASSES, published)
+    register(Entry(info, lambda classes: CifarResNet(blocks, _CLASSES if classes is None else classes), _pair_keys))
 
 
-@register(_info("cifar-resnet20", "resnet20-12fca82f.th"), pair_keys=_pair_keys)
-def _cifar_resnet20(classes: int) -> nn.Module:
-    return CifarResNet(3, classes)
-
-
-@register(_info("cifar-resnet56", "resnet56-4bfd9763.th"), pair_keys=_pair_keys)
-def _cifar_resnet56(classes: int) -> nn.Module:
-    return CifarResNet(9, classes)
+_register("cifar-resnet20", 3, "resnet20-12fca82f.th")
+_register("cifar-resnet56", 9, "resnet56-4bfd9763.th")

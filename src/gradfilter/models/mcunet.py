@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from gradfilter.models.registry import ModelInfo, register
+from gradfilter.models.registry import Entry, ModelInfo, register
 
 
 class Row(NamedTuple):
@@ -22,6 +22,7 @@ class Row(NamedTuple):
 
 
 _STEM = 16
+_CLASSES = 1000
 
 IN2_ROWS = (
     Row(16, 8, 3, 1, 16, False, expand=False),
@@ -110,10 +111,6 @@ class MCUNet(nn.Module):
         """Map images `[N, 3, H, W]` to logits `[N, classes]`."""
         return self.classifier(self.pool(self.blocks(self.stem(x))).flatten(1))
 
-    def reset_classifier(self, classes: int) -> None:
-        """Replace the classifier by one with random weights."""
-        self.classifier = nn.Linear(self.classifier.in_features, classes)
-
 
 # Our prefix -> that of the public files. Within a block the files have one more level.
 _PUBLIC_TOP = {"stem": "first_conv", "classifier": "classifier.linear"}
@@ -132,16 +129,11 @@ def _pair_keys(own: Sequence[str], _public: Sequence[str]) -> dict[str, str]:
     return {key: _public_key(key) for key in own}
 
 
-def _info(name: str, resolution: int) -> ModelInfo:
+def _register(name: str, rows: Sequence[Row], resolution: int) -> None:
     half = (0.5, 0.5, 0.5)
-    return ModelInfo(name, resolution, half, half, 1000, f"the {name} ImageNet file of github.com/mit-han-lab/mcunet")
+    info = ModelInfo(name, resolution, half, half, _CLASSES, f"the {name} ImageNet file of github.com/mit-han-lab/mcunet")
+    register(Entry(info, lambda classes: MCUNet(rows, _CLASSES if classes is None else classes), _pair_keys))
 
 
-@register(_info("mcunet-in2", 160), pair_keys=_pair_keys)
-def _mcunet_in2(classes: int) -> nn.Module:
-    return MCUNet(IN2_ROWS, classes)
-
-
-@register(_info("mcunet-in3", 176), pair_keys=_pair_keys)
-def _mcunet_in3(classes: int) -> nn.Module:
-    return MCUNet(IN3_ROWS, classes)
+_register("mcunet-in2", IN2_ROWS, 160)
+_register("mcunet-in3", IN3_ROWS, 176)

@@ -1,78 +1,143 @@
-"""Build any network by name: one of ours, torchvision's or timm's, or what a user's own function returns."""
+"""Find any model by name: one of ours, torchvision's or timm's, or what a user's own function returns."""
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 import warnings
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import nn
 
-from gradfilter.errors import GradFilterError, ModelNameError
+from gradfilter.errors import ModelNameError
 from gradfilter.models.extras import import_extra
-from gradfilter.models.registry import find_models, get_entry
-from gradfilter.models.weights import random_weights_from
+from gradfilter.models.function import call_function, make_function_entry
+from gradfilter.models.registry import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Entry,
+    ModelInfo,
+    Triple,
+    find_models,
+    find_registered,
+    pair_plainly,
+)
 
 PACKAGES = ("torchvision", "timm")
 """Where a bare name is looked up after ours, in this order: a name that both have is torchvision's."""
+TORCHVISION_OPTIONS = {
+    # As torchvision itself builds them with published weights: one output, and images normalised as for its other models.
+    "googlenet": {"aux_logits": False, "transform_input": True, "init_weights": True},
+    "inception_v3": {"aux_logits": False, "transform_input": True, "init_weights": True},
+}
 
 
-def make_network(name: str, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
-    """Build a network by name with random weights, on the CPU. Nothing is downloaded.
-
-    Args:
-        name: One of `find_models`; a name that `torchvision.models.list_models()` or `timm.list_models()` gives, bare (one
-            that both have is torchvision's) or behind "torchvision/" or "timm/"; or "module:function" for a function of the
-            user's own that returns a model. The module is looked up in the current directory too, as `python -m` does.
-        generator: Source of all random weights, as for `make_model`.
-        options: Arguments for whatever builds the network, e.g. `num_classes=10` for timm and torchvision.
-
-    Raises:
-        ModelNameError: The name is not known, or there is no such module or function.
-        MissingExtraError: timm or torchvision is asked for and not installed.
-        GradFilterError: The user's module or function failed, or it returned something else than a model.
-    """
-    with random_weights_from(generator):
-        if ":" in name:
-            return call_function(name, options)
-        if name in find_models():
-            entry = get_entry(name)
-            return entry.build(options.pop("classes", entry.info.classes), **options)
-        return make_listed(name, **options)
+def find_entry(name: str) -> Entry:
+    """Find how a model is built, from its name as `make_model` takes it."""
+    if ":" in name:
+        return make_function_entry(name)
+    registered = find_registered(name)
+    if registered is not None:
+        return registered
+    package, bare = find_package(name)
+    return make_timm_entry(name, bare) if package == "timm" else make_torchvision_entry(name, bare)
 
 
 def make_listed(name: str, **options: Any) -> nn.Module:
-    """Build a network that torchvision or timm lists, under whatever random state and device there is."""
+    """Build a network of torchvision's or timm's, or with a user's function, under whatever random state and device there is.
+
+    Args:
+        name: A name of theirs, bare or behind "torchvision/" or "timm/", or "module:function".
+        options: Arguments for whatever builds the network, e.g. `num_classes=10`.
+    """
+    if ":" in name:
+        return call_function(name, **options)
+    package, bare = find_package(name)
+    return make_timm(bare, **options) if package == "timm" else make_torchvision(bare, **options)
+
+
+def find_package(name: str) -> tuple[str, str]:
+    """Return which package has a model, and its name there."""
     prefix, _, bare = name.rpartition("/")
     for package in PACKAGES:
         if prefix == package or (not prefix and find_spec(package)):
-            module = import_extra(package, f"Model {name!r}")
-            if bare in list_names(package):
-                return module.create_model(bare, **options) if package == "timm" else make_torchvision(module, bare, options)
+            import_extra(package, f"Model {name!r}")
+            if is_listed(bare, package):
+                return package, bare
     if not prefix and not any(find_spec(package) for package in PACKAGES):
         import_extra(PACKAGES[0], f"Model {name!r}, which is none of ours ({', '.join(find_models())}),")
     raise ModelNameError(explain_unknown(name))
 
 
-def make_torchvision(package: ModuleType, name: str, options: dict[str, Any]) -> nn.Module:
-    """Build one of torchvision's networks."""
-    builder = package.models.get_model_builder(name)
-    if "weights_backbone" in inspect.signature(builder).parameters:
-        options = {"weights_backbone": None, **options}  # the default would be downloaded
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The default weight initialization", FutureWarning)
-        return builder(weights=None, **options)
+def is_listed(bare: str, package: str) -> bool:
+    """Tell whether torchvision or timm has a model; timm's may carry the tag of their weights, as in "resnet18.a1_in1k"."""
+    architecture, _, tag = bare.partition(".")
+    if tag and package == "timm":
+        return bare in import_extra("timm", "The list of timm's weights").list_pretrained(architecture + ".*")
+    return bare in list_names(package)
 
 
 def list_names(package: str) -> list[str]:
     """List the networks that torchvision or timm can build."""
     module = import_extra(package, f"The list of {package}'s models")
     return module.list_models() if package == "timm" else module.models.list_models()
+
+
+def make_timm_entry(name: str, bare: str) -> Entry:
+    """Describe one of timm's models."""
+    config = import_extra("timm", f"Model {name!r}").get_pretrained_cfg(bare)
+    published = config.has_weights
+    where = f"timm's hub ({config.hf_hub_id or config.url})" if published else "nowhere: timm publishes none"
+    info = ModelInfo(name, max(config.input_size[1:]), config.mean, config.std, config.num_classes, where)
+    return Entry(
+        info,
+        lambda classes: make_timm(bare, **({} if classes is None else {"num_classes": classes})),
+        pair_plainly,
+        download=(lambda: make_timm(bare, pretrained=True)) if published else None,
+    )
+
+
+def make_timm(bare: str, **options: Any) -> nn.Module:
+    """Build one of timm's models."""
+    return import_extra("timm", f"Model {bare!r}").create_model(bare, **options)
+
+
+def make_torchvision_entry(name: str, bare: str) -> Entry:
+    """Describe one of torchvision's models."""
+    weights = find_torchvision_weights(bare)
+    preset = weights.transforms() if weights else None
+    info = ModelInfo(
+        name,
+        resolution=getattr(preset, "crop_size", [224])[0],
+        mean=cast(Triple, tuple(getattr(preset, "mean", IMAGENET_MEAN))),
+        std=cast(Triple, tuple(getattr(preset, "std", IMAGENET_STD))),
+        classes=len(weights.meta.get("categories") or range(1000)) if weights else 1000,
+        weights_from=f"torchvision's hub ({weights.url})" if weights else "nowhere: torchvision publishes none",
+    )
+    options = TORCHVISION_OPTIONS.get(bare, {})
+    return Entry(
+        info,
+        lambda classes: make_torchvision(bare, **options, **({} if classes is None else {"num_classes": classes})),
+        pair_plainly,
+        download=(lambda: make_torchvision(bare, weights=weights)) if weights else None,
+    )
+
+
+def find_torchvision_weights(bare: str) -> Any:
+    """Return what torchvision knows of the weights that it would take by default, or None where it has none."""
+    models = import_extra("torchvision", f"Model {bare!r}").models
+    return models.get_model_weights(bare).__members__.get("DEFAULT")
+
+
+def make_torchvision(bare: str, *, weights: Any = None, **options: Any) -> nn.Module:
+    """Build one of torchvision's models; nothing is downloaded unless weights are given."""
+    builder = import_extra("torchvision", f"Model {bare!r}").models.get_model_builder(bare)
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        options = {"weights_backbone": None, **options}  # the default would be downloaded
+    if weights is not None:
+        options = {"progress": False, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The default weight initialization", FutureWarning)
+        return builder(weights=weights, **options)
 
 
 def explain_unknown(name: str) -> str:
@@ -88,52 +153,3 @@ def explain_unknown(name: str) -> str:
         f"No model is named {name!r}. {hint}Ours are {', '.join(find_models())}; the others are those of torchvision and of "
         f"timm{missing}. For a model of your own, give 'module:function'."
     )
-
-
-def call_function(name: str, options: dict[str, Any]) -> nn.Module:
-    """Build a model with a function of the user's own, named "module:function"."""
-    path, _, attribute = name.partition(":")
-    target: Any = import_user_module(path, name)
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            public = [key for key in vars(target) if not key.startswith("_") and callable(getattr(target, key))]
-            raise ModelNameError(
-                f"{name!r}: module {path!r} has no {attribute!r}. It has {', '.join(public[:8]) or 'no functions'}."
-            )
-        target = getattr(target, part)
-    if not callable(target):
-        raise ModelNameError(
-            f"{name!r} is a {type(target).__name__}, not a function. Give a function without arguments that returns a model."
-        )
-    try:
-        model = target(**options)
-    except GradFilterError:
-        raise
-    except Exception as error:
-        raise GradFilterError(
-            f"{name!r} failed with {type(error).__name__}: {error}. It is called without arguments and has to return a model."
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise GradFilterError(f"{name!r} returned a {type(model).__name__}. Let it return the model, a torch.nn.Module.")
-    return model
-
-
-def import_user_module(path: str, name: str) -> ModuleType:
-    """Import a user's module, from the current directory too."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
-            raise ModelNameError(
-                f"{name!r}: there is no module {error.name!r}, neither installed nor in {here!r}. Give the module as in an "
-                "import statement, e.g. 'package.nets:make_net' for package/nets.py, from the folder that holds it."
-            ) from error
-        raise GradFilterError(f"{name!r}: importing {path!r} failed: {error}. Install what it needs.") from error
-    except Exception as error:
-        raise GradFilterError(
-            f"{name!r}: importing {path!r} failed with {type(error).__name__}: {error}. Mend the module first; "
-            f"'python -c \"import {path}\"' shows where."
-        ) from error

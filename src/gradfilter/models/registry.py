@@ -1,25 +1,19 @@
-"""The table of model names: what each expects of its input, how it is built, how its weight files name things."""
+"""The table of our own model names: what each expects of its input, how it is built, how its weight files name things."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
 from gradfilter.errors import ModelNameError
 
-Build = Callable[[int], nn.Module]
+Build = Callable[[int | None], nn.Module]
+Triple = tuple[float, float, float]
 PairKeys = Callable[[Sequence[str], Sequence[str]], dict[str, str]]
 
-
-class Resettable(Protocol):
-    """What every registered model can do besides being a module; timm's models have the same method."""
-
-    def reset_classifier(self, num_classes: int, /) -> None:
-        """Replace the classifier by one with random weights."""
-        ...
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -31,59 +25,104 @@ class ModelInfo:
         resolution: Height and width of the images it was trained on, in pixels.
         mean: Per channel, to subtract from images in [0, 1].
         std: Per channel, to divide by afterwards.
-        classes: Number of outputs of the published weights.
+        classes: Number of outputs of the published weights; None where only building the model tells.
         weights_from: Where the published weights are found.
     """
 
     name: str
     resolution: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    classes: int
+    mean: Triple
+    std: Triple
+    classes: int | None
     weights_from: str
 
 
 @dataclass(frozen=True)
+class Package:
+    """Name a pip package that carries a weight file. It is never imported: only the file is read.
+
+    Attributes:
+        module: The name it is imported by.
+        file: The weight file, within the package.
+        install: The command that installs it.
+    """
+
+    module: str
+    file: str
+    install: str
+
+    def find_file(self) -> Path | None:
+        """Return the weight file, or None where the package is not installed."""
+        spec = find_spec(self.module)
+        path = Path(spec.origin).parent / self.file if spec and spec.origin else None
+        return path if path and path.is_file() else None
+
+
+@dataclass(frozen=True)
 class Entry:
-    """Hold one row of the table.
+    """Hold all that building a model takes.
 
     Attributes:
         info: What users see.
-        build: Makes the model with random weights for a number of classes.
-        pair_keys: Maps our state_dict keys to those of a weight file; takes both lists of keys, in order.
-        pretrained: Finds the weight file that a pip package carries; None where there is no such package.
+        build: Makes the model with random weights for a number of classes; for its own number where that is None.
+        pair_keys: Maps our state_dict keys to those of its public weight files; takes both lists of keys, in order.
+        package: The pip package that carries weights, if there is one.
+        download: Makes the model with its published weights, from the local cache or the network; None where nobody
+            publishes them that way.
+        on_meta: Whether `build` may run on the meta device, where only shapes are computed.
     """
 
     info: ModelInfo
     build: Build
     pair_keys: PairKeys
-    pretrained: Callable[[], Path] | None = None
+    package: Package | None = None
+    download: Callable[[], nn.Module] | None = None
+    on_meta: bool = True
 
 
 _entries: dict[str, Entry] = {}
+_aliases: dict[str, str] = {}
 
 
-def register(info: ModelInfo, *, pair_keys: PairKeys, pretrained: Callable[[], Path] | None = None) -> Callable[[Build], Build]:
-    """Register the decorated function as the builder of `info.name`; a name that is taken is refused."""
-
-    def decorate(build: Build) -> Build:
-        if info.name in _entries:
-            raise ModelNameError(f"A model named {info.name!r} is registered already. Choose another name.")
-        _entries[info.name] = Entry(info, build, pair_keys, pretrained)
-        return build
-
-    return decorate
+def register(entry: Entry, *aliases: str) -> None:
+    """Add a model, under further names too; a name that is taken is refused."""
+    name = entry.info.name
+    for alias in (name, *aliases):
+        if _squash(alias) in _aliases:
+            raise ModelNameError(f"A model named {alias!r} is registered already. Choose another name.")
+    _entries[name] = entry
+    _aliases.update((_squash(alias), name) for alias in (name, *aliases))
 
 
 def find_models() -> dict[str, ModelInfo]:
-    """List the models that `make_model` builds, by name."""
+    """List our own models by name: the first choices of what `make_model` builds."""
     return {name: _entries[name].info for name in sorted(_entries)}
 
 
-def get_entry(name: str) -> Entry:
-    """Look up a model, or raise an error that lists near names."""
-    if name in _entries:
-        return _entries[name]
-    near = difflib.get_close_matches(name, _entries, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise ModelNameError(f"No model is named {name!r}. {hint}The models are {', '.join(sorted(_entries))}.")
+def find_registered(name: str) -> Entry | None:
+    """Look up one of our own models; dashes and underscores do not count."""
+    own = _aliases.get(_squash(name))
+    return None if own is None else _entries[own]
+
+
+def find_packages() -> dict[str, Package]:
+    """List the packages that carry weights, by the name of the model."""
+    return {name: package for name in sorted(_entries) if (package := _entries[name].package)}
+
+
+def pair_plainly(own: Sequence[str], _public: Sequence[str]) -> dict[str, str]:
+    """Map every key to itself: the weight files name things as the model does."""
+    return {key: key for key in own}
+
+
+def pair_by_order(own: Sequence[str], public: Sequence[str]) -> dict[str, str]:
+    """Map the n-th key to the n-th, whatever its name.
+
+    A pair whose last parts differ (say weight and running_mean) is no pair: left out, both of its keys are reported.
+    """
+    pairs = zip(own, public, strict=False)
+    return {ours: theirs for ours, theirs in pairs if ours.rpartition(".")[2] == theirs.rpartition(".")[2]}
+
+
+def _squash(name: str) -> str:
+    return name.replace("-", "").replace("_", "").lower()
