@@ -1,7 +1,9 @@
 """Images to train on: folders, named sets, splits, partitions, and the way from an image to a network's input."""
 
+from gradfilter.data.decode import read_rgb
 from gradfilter.data.images import Data, ImageSet
 from gradfilter.data.load import load_data
+from gradfilter.data.sets import SetInfo, find_sets
 from gradfilter.data.transforms import Transform, make_transforms
 
-__all__ = ["Data", "ImageSet", "Transform", "load_data", "make_transforms"]
+__all__ = ["Data", "ImageSet", "SetInfo", "Transform", "find_sets", "load_data", "make_transforms", "read_rgb"]

@@ -1,7 +1,7 @@
 """Read image files of any kind as upright 8-bit RGB."""
 
 import functools
-import struct
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,6 @@ _ORIENTATION = 0x0112  # the Exif tag
 _NO_PIXELS = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"})
 
 _COMMON = ("JPEG", "PNG")
-
-# What Pillow raises on damaged files, beyond its own `UnidentifiedImageError` (an OSError).
-_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError, ZeroDivisionError)
 
 
 def require_pillow() -> None:
@@ -61,17 +58,19 @@ def read_rgb(path: str | Path) -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path, formats=find_formats()) as image:
+        with open(path, "rb") as file, Image.open(file, formats=find_formats()) as image:
+            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+                raise Image.DecompressionBombError
             return make_rgb(image)
+    except DataError:
+        raise
     except UnidentifiedImageError as error:
         raise DataError("not an image, or damaged at its beginning") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"too large to be decoded safely (over {Image.MAX_IMAGE_PIXELS:,} pixels)") from error
-    except DataError:
-        raise
-    except _DAMAGE as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DataError(reason or type(error).__name__) from error
+    except Exception as error:  # on damaged files the decoders raise whatever it happens to lead to
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(reason or str(error) or type(error).__name__) from error
 
 
 def make_rgb(image: "Image") -> "Image":
@@ -93,7 +92,7 @@ def _upright(image: "Image") -> "Image":
 
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except _DAMAGE:  # the pixels are good all the same
+    except Exception:  # as in `read_rgb`; the pixels are good all the same
         return image
     return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
 

@@ -64,13 +64,16 @@ class ImageSet:
         """Count the images of each class."""
         return tuple(np.bincount(np.asarray(self.labels, dtype=np.int64), minlength=len(self.classes)).tolist())
 
-    def fingerprint(self) -> str:
-        """Hash classes, labels, names and contents (of files: size and time of change): any change of the data changes it."""
+    def fingerprint(self, contents: bool = True) -> str:
+        """Hash the set, so that any change of it changes the result.
+
+        Args:
+            contents: Whether to hash, besides classes, labels and names, what tells contents apart: of files the size and
+                the time of change, which a copy of the files may not have.
+        """
         digest = hashlib.sha256(json.dumps([self.classes, self.labels, self.names]).encode())
-        identify = getattr(self.read, "identify", None)
-        for index in range(len(self)):
-            content = identify(index) if identify else _hash_pixels(self.read(index))
-            digest.update(content.encode() + b"\n")
+        for index in range(len(self)) if contents else ():
+            digest.update(_identify(self.read, index).encode() + b"\n")
         return digest.hexdigest()
 
 
@@ -136,8 +139,7 @@ class _Selection:
         return self.read(self.indices[index])
 
     def identify(self, index: int) -> str:
-        identify = getattr(self.read, "identify", None)
-        return identify(self.indices[index]) if identify else _hash_pixels(self(index))
+        return _identify(self.read, self.indices[index])
 
 
 def _select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:
@@ -146,5 +148,8 @@ def _select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> 
     return _Selection(read, indices)
 
 
-def _hash_pixels(image: "Image") -> str:
+def _identify(read: Callable[[int], "Image"], index: int) -> str:
+    if hasattr(read, "identify"):
+        return read.identify(index)
+    image = read(index)
     return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()

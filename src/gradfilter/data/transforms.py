@@ -1,6 +1,7 @@
 """From a PIL image to the normalised input of a network."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
@@ -93,6 +94,7 @@ def _three(name: str, values: Sequence[float]) -> tuple[float, float, float]:
     return red, green, blue
 
 
+@functools.cache
 def _functional() -> ModuleType:
     return import_extra("torchvision.transforms.v2.functional", "preparing images")
 
@@ -107,8 +109,13 @@ def _centre_crop(image: "Image", side: int) -> "Image":
 
 
 def _random_crop(image: "Image", side: int) -> "Image":
+    return _cropper(side)(image)
+
+
+@functools.cache
+def _cropper(side: int) -> Callable[["Image"], "Image"]:
     v2 = import_extra("torchvision.transforms.v2", "preparing images")
-    return v2.RandomResizedCrop(side, scale=(_LEAST_AREA, 1.0), antialias=True)(image)
+    return v2.RandomResizedCrop(side, scale=(_LEAST_AREA, 1.0), antialias=True)
 
 
 def _shift(image: "Image") -> "Image":
@@ -124,8 +131,6 @@ def _draw_shift(most: int) -> int:
 
 def _normalise(image: "Image", mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
     """Make a contiguous float tensor of (pixel / 255 - mean) / std."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    result = pixels.to(torch.float32, memory_format=torch.contiguous_format)
-    scale = torch.tensor([255 * value for value in std]).view(3, 1, 1)
-    shift = torch.tensor([255 * value for value in mean]).view(3, 1, 1)
-    return result.sub_(shift).div_(scale)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float()
+    shift, scale = (torch.tensor([255 * value for value in values]).view(3, 1, 1) for values in (mean, std))
+    return pixels.sub_(shift).div_(scale)
