@@ -3,7 +3,19 @@
 from gradfilter.data.decode import read_rgb
 from gradfilter.data.images import Data, ImageSet
 from gradfilter.data.load import load_data
+from gradfilter.data.partition import Partition, make_partition
 from gradfilter.data.sets import SetInfo, find_sets
 from gradfilter.data.transforms import Transform, make_transforms
 
-__all__ = ["Data", "ImageSet", "SetInfo", "Transform", "find_sets", "load_data", "make_transforms", "read_rgb"]
+__all__ = [
+    "Data",
+    "ImageSet",
+    "Partition",
+    "SetInfo",
+    "Transform",
+    "find_sets",
+    "load_data",
+    "make_partition",
+    "make_transforms",
+    "read_rgb",
+]

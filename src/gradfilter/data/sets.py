@@ -205,11 +205,9 @@ def _load_imagenet(request: Request) -> Data:
 
 
 def _name_wnids(wnids: tuple[str, ...]) -> tuple[str, ...]:
-    """Give the classes of ImageNet their names, which are known for all of them in order; some names stand for two classes."""
+    """Give the classes of ImageNet their names, which are known in the order of all of them."""
     names = import_extra("torchvision", "ImageNet").models.ResNet18_Weights.DEFAULT.meta["categories"]
-    if len(wnids) != len(names):
-        return wnids
-    return tuple(name if names.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(names, wnids, strict=True))
+    return tuple(names) if len(wnids) == len(names) else wnids
 
 
 @register(
