@@ -7,11 +7,13 @@ from torch import nn
 
 from gradfilter.errors import GradFilterError
 from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet, torchvision_nets  # noqa: F401 (importing registers)
+from gradfilter.models.listing import ModelRow, list_models
 from gradfilter.models.network import find_entry
 from gradfilter.models.registry import ModelInfo, find_models
-from gradfilter.models.weights import build_with_weights, find_weights, random_weights_from
+from gradfilter.models.sources import find_weights
+from gradfilter.models.weights import build_with_weights, random_weights_from
 
-__all__ = ["ModelInfo", "find_info", "find_models", "make_model"]
+__all__ = ["ModelInfo", "ModelRow", "find_info", "find_models", "list_models", "make_model"]
 
 
 def make_model(

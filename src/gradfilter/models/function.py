@@ -19,7 +19,7 @@ def make_function_entry(name: str) -> Entry:
         model = call_function(name)
         return model if classes is None else replace_last_linear_(model, classes, name)
 
-    info = ModelInfo(name, 224, IMAGENET_MEAN, IMAGENET_STD, None, "a file of your own")
+    info = ModelInfo(name, 224, IMAGENET_MEAN, IMAGENET_STD, None, "none")
     return Entry(info, build, pair_plainly, on_meta=False)
 
 

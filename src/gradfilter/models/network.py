@@ -70,9 +70,9 @@ def find_package(name: str) -> tuple[str, str]:
 
 def is_listed(bare: str, package: str) -> bool:
     """Tell whether torchvision or timm has a model; timm's may carry the tag of their weights, as in "resnet18.a1_in1k"."""
-    architecture, _, tag = bare.partition(".")
-    if tag and package == "timm":
-        return bare in import_extra("timm", "The list of timm's weights").list_pretrained(architecture + ".*")
+    if package == "timm":
+        timm = import_extra(package, f"Model {bare!r}")
+        return timm.is_model_pretrained(bare) if "." in bare else timm.is_model(bare)
     return bare in list_names(package)
 
 
@@ -86,7 +86,7 @@ def make_timm_entry(name: str, bare: str) -> Entry:
     """Describe one of timm's models."""
     config = import_extra("timm", f"Model {name!r}").get_pretrained_cfg(bare)
     published = config.has_weights
-    where = f"timm's hub ({config.hf_hub_id or config.url})" if published else "nowhere: timm publishes none"
+    where = f"timm's hub ({config.hf_hub_id or config.url})" if published else "none"
     info = ModelInfo(name, max(config.input_size[1:]), config.mean, config.std, config.num_classes, where)
     return Entry(
         info,
@@ -111,7 +111,7 @@ def make_torchvision_entry(name: str, bare: str) -> Entry:
         mean=cast(Triple, tuple(getattr(preset, "mean", IMAGENET_MEAN))),
         std=cast(Triple, tuple(getattr(preset, "std", IMAGENET_STD))),
         classes=len(weights.meta.get("categories") or range(1000)) if weights else 1000,
-        weights_from=f"torchvision's hub ({weights.url})" if weights else "nowhere: torchvision publishes none",
+        weights_from=f"torchvision's hub ({weights.url})" if weights else "none",
     )
     options = TORCHVISION_OPTIONS.get(bare, {})
     return Entry(

@@ -26,7 +26,7 @@ class ModelInfo:
         mean: Per channel, to subtract from images in [0, 1].
         std: Per channel, to divide by afterwards.
         classes: Number of outputs of the published weights; None where only building the model tells.
-        weights_from: Where the published weights are found.
+        weights_from: Where the published weights are found; "none" where nobody is known to publish them.
     """
 
     name: str

@@ -1,30 +1,18 @@
-"""Where weights come from: random ones, files, packages and the hub; loaded strictly: every tensor is used and found."""
+"""Load weights into models, strictly: every tensor is used, and every tensor is found."""
 
-import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradfilter.errors import GradFilterError, MissingExtraError, WeightsError
-from gradfilter.models.extras import import_extra
-from gradfilter.models.registry import Entry, find_packages
+from gradfilter.errors import GradFilterError, WeightsError
+from gradfilter.models.registry import Entry
+from gradfilter.models.sources import Weights
 
 _SHOWN = 3
-_log = logging.getLogger(__name__)
 
 Shapes = dict[str, torch.Size]
-
-
-class Weights(NamedTuple):
-    """Hold tensors by key, and what to call their source in an error."""
-
-    source: str
-    tensors: dict[str, Tensor]
 
 
 @contextmanager
@@ -36,75 +24,6 @@ def random_weights_from(generator: torch.Generator | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
-
-
-def find_weights(entry: Entry, weights: str | os.PathLike[str]) -> Weights:
-    """Read what the `weights` argument of `make_model` names."""
-    if weights != "pretrained":
-        return Weights(f"Weight file '{os.fspath(weights)}'", read_weights(Path(weights)))
-    path = entry.package.find_file() if entry.package else None
-    if path is not None:
-        _log.info("weights of %s: %s", entry.info.name, path)
-        return Weights(f"Weight file '{path}'", read_weights(path))
-    return Weights(f"What weights='pretrained' gives for {entry.info.name!r}", download_weights(entry))
-
-
-def download_weights(entry: Entry) -> dict[str, Tensor]:
-    """Return published weights from the hub: from its local cache, or else through the network."""
-    name = entry.info.name
-    given = f"weights='pretrained' was given for {name!r}"
-    if entry.download is None:
-        raise WeightsError(
-            f"{given}, but no pip package and no hub carries its weights. Give the path of a local file instead: "
-            f"{entry.info.weights_from}. {list_offline()}"
-        )
-    _log.info("weights of %s: from the hub's cache, or through the network", name)
-    try:
-        return entry.download().state_dict()
-    except MissingExtraError:
-        raise
-    except Exception as error:  # each hub fails in ways of its own, and they all mean the same to the user
-        reason = (str(error).splitlines() or [""])[0]
-        package = f"install the package that carries them ({entry.package.install}), or " if entry.package else ""
-        raise WeightsError(
-            f"{given}, but they could not be fetched ({type(error).__name__}: {reason}). Is there a network? Without one, "
-            f"{package}give the path of a local file, a .safetensors or .pth from {entry.info.weights_from}. {list_offline()}"
-        ) from error
-
-
-def list_offline() -> str:
-    """Name the models whose pretrained weights need no network."""
-    return "Pretrained without a network: " + ", ".join(f"{n} ({p.install})" for n, p in find_packages().items()) + "."
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a weight file, by key; a `state_dict` inside is taken out of its wrapper. Nothing is unpickled."""
-    if not path.is_file():
-        raise WeightsError(
-            f"Weight file '{path}' does not exist. Check the path, or give weights='pretrained' for published ones."
-        )
-    is_safe = path.suffix == ".safetensors"
-    try:
-        content = _read_safetensors(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-    except MissingExtraError:
-        raise
-    except Exception as error:  # a damaged file fails in many ways, and each of them means the same to the user
-        raise WeightsError(
-            f"Weight file '{path}' cannot be read as {'safetensors' if is_safe else 'torch weights'} ({type(error).__name__}). "
-            "It is damaged, or another kind of file: fetch it again."
-        ) from error
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise WeightsError(
-            f"Weight file '{path}' holds no state_dict (a mapping of names to tensors). Save one with "
-            "torch.save(model.state_dict(), path)."
-        )
-    return dict(state)
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    import_extra("safetensors", f"Weight file '{path}'")
-    return import_extra("safetensors.torch", f"Weight file '{path}'").load_file(path)
 
 
 def build_with_weights(entry: Entry, weights: Weights, classes: int | None) -> nn.Module:
@@ -134,14 +53,17 @@ def build_with_weights(entry: Entry, weights: Weights, classes: int | None) -> n
 
 
 def find_shapes(entry: Entry, classes: int | None) -> Shapes:
-    """Return the shapes of all tensors of a model, without computing its weights where that can be avoided."""
-    model = None
+    """Return the shapes of all tensors of a model."""
+    return {key: value.shape for key, value in build_shapes(entry, classes).state_dict().items()}
+
+
+def build_shapes(entry: Entry, classes: int | None = None) -> nn.Module:
+    """Build a model for its shapes: on the meta device, where that works."""
     if entry.on_meta:
         # Some constructors compute with tensors, which have no values on the meta device.
         with suppress(NotImplementedError), torch.device("meta"):
-            model = entry.build(classes)
-    model = entry.build(classes) if model is None else model
-    return {key: value.shape for key, value in model.state_dict().items()}
+            return entry.build(classes)
+    return entry.build(classes)
 
 
 def find_classifier(entry: Entry, shapes: Shapes) -> list[str]:
@@ -183,7 +105,7 @@ def fit_tensors(entry: Entry, shapes: Shapes, pairs: Mapping[str, str], weights:
     if misfits:
         raise WeightsError(
             f"{weights.source} does not fit model {entry.info.name!r}: {'; '.join(misfits)}. "
-            f"Is it the file of another model? This one takes {entry.info.weights_from}."
+            f"Is it the file of another model? Published for this one: {entry.info.weights_from}."
         )
     return found
 
