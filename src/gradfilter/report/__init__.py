@@ -1,5 +1,6 @@
-"""The report of a training run: one HTML file and one picture."""
+"""The report of a training run: one HTML page and one picture."""
 
 from gradfilter.report.results import Cost, Epoch, Layer, Results, ResultsError, Sample
+from gradfilter.report.write import ReportError, write_report
 
-__all__ = ["Cost", "Epoch", "Layer", "Results", "ResultsError", "Sample"]
+__all__ = ["Cost", "Epoch", "Layer", "ReportError", "Results", "ResultsError", "Sample", "write_report"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -189,10 +190,12 @@ class Results:
 def _plain(value: Any) -> Any:
     """Return `value` in lists, string-keyed dicts, strings, finite numbers, booleans and None."""
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | str():
             return value
-        case float():
-            return value if math.isfinite(value) else str(value)
+        case numbers.Integral():  # numpy's numbers are among these
+            return int(value)
+        case numbers.Real():
+            return float(value) if math.isfinite(value) else str(float(value))
         case Mapping():
             return {str(key): _plain(item) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():

@@ -1,0 +1,81 @@
+"""report.png: the whole report in one picture, for a message or a README."""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradfilter.report import figures
+from gradfilter.report.headline import make_headline
+from gradfilter.report.results import Results, Sample
+from gradfilter.report.samples import choose_samples, to_thumbnail
+from gradfilter.report.style import LIGHT, drawing, make_figure
+from gradfilter.report.text import percent, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import SubFigure
+
+_SAMPLES = 10
+_DPI = 130
+
+
+def make_picture(results: Results, samples: Sequence[Sample]) -> bytes:
+    """Return the report as one PNG picture."""
+    right, wrong = choose_samples(samples, _SAMPLES // 2)
+    shown = [*wrong, *right]
+    with drawing():
+        heights = [0.95, 3.6, 2.6, *([1.75] if shown else [])]
+        figure = make_figure(12, sum(heights))
+        parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+        _draw_headline(parts[0], results)
+        _draw_learning(parts[1], results)
+        _draw_cost(parts[2], results)
+        if shown:
+            _draw_samples(parts[3], results, shown)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=_DPI, facecolor="#ffffff", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw_headline(part: "SubFigure", results: Results) -> None:
+    part.text(0.012, 0.8, f"{shorten(results.model, 50)} on {shorten(results.data, 60)}", fontsize=11, color=LIGHT["muted"])
+    headline = make_headline(results)
+    for index, fact in enumerate(headline):
+        x = 0.012 + index / len(headline)
+        part.text(x, 0.34, fact.value, fontsize=21, fontweight="bold")
+        part.text(x, 0.08, f"{fact.name}: {fact.remark}" if fact.remark else fact.name, fontsize=8.5, color=LIGHT["muted"])
+
+
+def _draw_learning(part: "SubFigure", results: Results) -> None:
+    parts: Any = part.subfigures(1, 2, width_ratios=[2, 1])
+    loss, accuracy = parts[0].subplots(1, 2)
+    confusion = parts[1].subplots()
+    figures.draw_loss(loss, results)
+    figures.draw_accuracy(accuracy, results)
+    figures.draw_confusion(confusion, results, 2.2)
+    confusion.set_title("Confusion matrix")
+
+
+def _draw_cost(part: "SubFigure", results: Results) -> None:
+    if results.cost is None:
+        figures.draw_layers(part.subplots(), results.layers)
+        return
+    halves: Any = part.subfigures(1, 2, width_ratios=[2, 1])
+    left, right = halves
+    figures.draw_layers(left.subplots(), results.layers)
+    saved, time = right.subplots(2, 1, height_ratios=[2, 3])
+    figures.draw_saved_bytes(saved, results.cost)
+    figures.draw_step_time(time, results.cost)
+
+
+def _draw_samples(part: "SubFigure", results: Results, samples: Sequence[Sample]) -> None:
+    cells: Any = part.subplots(2, _SAMPLES, height_ratios=[4, 1])
+    for cell in cells.flat:
+        cell.set_axis_off()
+    for picture, caption, sample in zip(*cells, samples, strict=False):
+        right = sample.label == sample.predicted
+        answer = f"{'right' if right else 'wrong'}, {percent(sample.confidence, 0)}"
+        truth, said = (shorten(results.classes[index], 15) for index in (sample.label, sample.predicted))
+        picture.imshow(to_thumbnail(sample.image), interpolation="nearest")
+        picture.set_title(answer, fontsize=8.5, color=LIGHT["blue" if right else "orange"], loc="center")
+        words = caption.text(0.5, 1, said if right else f"{said}\nis {truth}", ha="center", va="top", fontsize=7.5)
+        words.set_in_layout(False)  # a long name must not make the pictures smaller
