@@ -64,7 +64,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     import_extra("safetensors", f"Weight file '{path}'")  # named by itself where it is missing
-    return import_extra("safetensors.torch", f"Weight file '{path}'").load_file(path)
+    tensors = import_extra("safetensors.torch", f"Weight file '{path}'").load_file(path)
+    # What a run needs to go on besides the model is in its checkpoints under such names, which no module has.
+    return {key: value for key, value in tensors.items() if not key.startswith("/")}
 
 
 def download_weights(entry: Entry) -> dict[str, Tensor]:
@@ -84,8 +86,8 @@ def download_weights(entry: Entry) -> dict[str, Tensor]:
     except Exception as error:  # each hub fails in ways of its own, and they all mean the same to the user
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise WeightsError(
-            f"{given}, but they cannot be fetched ({type(error).__name__}: {reason}). Is there a network? Without one, give the "
-            f"path of a local .safetensors or .pth file; published: {entry.info.weights_from}. {list_offline()}"
+            f"{given}, but they cannot be fetched ({type(error).__name__}: {reason}). Is there a network? Without one, give "
+            f"the path of a local .safetensors or .pth file; published: {entry.info.weights_from}. {list_offline()}"
         ) from error
 
 

@@ -1,0 +1,113 @@
+"""The papers' recipes: what each preset sets, and that they are whole."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from gradfilter.errors import SettingsError
+from gradfilter.models import find_models
+from gradfilter.plan import Plan
+from gradfilter.train.presets import Preset, find_presets, get_preset
+from gradfilter.train.settings import Settings
+
+PRESETS = find_presets()
+
+
+def test_every_preset_is_valid_and_is_named_as_it_is_set():
+    for name, preset in PRESETS.items():
+        settings = Settings(**preset.settings)
+        assert isinstance(settings.make_plan(), Plan)
+        assert settings.model in find_models()
+        data, _, plan, *method = name.split("-")
+        assert (preset.name, settings.data) == (name, data)
+        if plan != "pretrain":
+            assert settings.plan == plan
+            kind = (
+                "exact" if settings.exact else "grid" if settings.grid else "patch" if settings.kernel == "lift" else "lumped"
+            )
+            assert method == [f"{kind}{settings.patch or settings.grid or ''}"]
+
+
+def test_how_many_there_are():
+    count = Counter(name.split("-")[0] for name in PRESETS)
+    models, methods = 4, 8
+    cifar, others = models * 5 * methods, models * 3 * methods
+    assert count == {
+        **dict.fromkeys(("cifar10", "cifar100"), cifar),
+        **dict.fromkeys(("cub200", "flowers102", "pets"), others),
+        "imagenet": others + models,
+    }
+
+
+def test_cifar_recipe():
+    settings = Settings(**get_preset("cifar10-mcunet-last4-patch2"))
+    assert (settings.model, settings.weights, settings.plan) == ("mcunet-in3", "pretrained", "last4")
+    assert (settings.patch, settings.grid, settings.kernel, settings.exact) == (2, None, "lift", False)
+    assert (settings.resolution, settings.mean, settings.std) == (224, (0.5,) * 3, (0.5,) * 3)
+    assert (settings.optimizer, settings.lr, settings.momentum, settings.clip) == ("sgd", 0.05, 0, 2.0)
+    assert (settings.batch, settings.epochs, settings.batch_norm, settings.parts) == (128, 50, "eval", 1)
+
+
+def test_imagenet_recipe():
+    settings = Settings(**get_preset("imagenet-mobilenetv2-last2-lumped2"))
+    assert (settings.optimizer, settings.lr, settings.schedule, settings.momentum) == ("sgd", 0.05, "cosine", 0.9)
+    assert (settings.weight_decay, settings.batch, settings.epochs, settings.warmup) == (1e-4, 64, 90, 4)
+    assert (settings.clip, settings.batch_norm, settings.kernel, settings.patch) == (2.0, "eval", "lumped", 2)
+    assert settings.mean is settings.std is None  # the model's own
+
+
+def test_fine_tuning_starts_where_pre_training_on_the_other_part_ends():
+    before, after = (Settings(**get_preset(f"imagenet-resnet18-{name}")) for name in ("pretrain", "last4-exact"))
+    assert (before.part, before.weights, before.plan, before.exact, before.batch_norm) == (0, "random", "all", True, "train")
+    assert after.part == 1
+    assert after.weights == f"{before.folder}/best.safetensors"
+    same = ("data", "model", "parts", "shards", "partition", "resolution", "lr", "epochs", "batch", "seed")
+    assert all(getattr(before, key) == getattr(after, key) for key in same)
+    assert before.parts == 2
+    assert before.shards is not None
+    assert before.partition is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "accuracy", "paper"),
+    [
+        ("cifar10-resnet18-last4-exact", 94.4, "2301.00330"),
+        ("cifar100-resnet34-last2-lumped7", 80.4, "2301.00330"),
+        ("imagenet-mcunet-all-exact", 68.5, "2301.00330"),
+        ("imagenet-resnet34-last4-lumped2", 70.6, "2301.00330"),
+        ("cifar10-mcunet-last4-lumped7", 78.4, "2411.06346"),
+        ("pets-mobilenetv2-all-exact", 89.8, "2411.06346"),
+        ("cub200-mcunet-last2-lumped2", 10.0, "2411.06346"),
+    ],
+)
+def test_published_accuracy(name, accuracy, paper):
+    published = PRESETS[name].published
+    assert published is not None
+    assert published.accuracy == accuracy
+    assert published.paper.endswith(f"arXiv {paper}")
+
+
+def test_only_exact_backprop_and_the_papers_own_filter_have_published_accuracies():
+    methods = Counter(name.split("-")[-1] for name, preset in PRESETS.items() if preset.published)
+    # CIFAR: 4 rows of 4; ImageNet: 4 of 3 and 2; the other paper: 2 models, 4 sets, of 3 and 2.
+    assert methods == {"exact": 16 + 12 + 24, "lumped2": 16 + 8 + 16, "lumped4": 16, "lumped7": 16 + 16}
+
+
+def test_presets_cannot_be_changed():
+    preset = PRESETS["pets-resnet18-all-grid4"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        preset.name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        preset.settings["lr"] = 1  # pyright: ignore[reportIndexIssue]
+    get_preset(preset.name)["lr"] = 1
+    find_presets().clear()
+    assert get_preset(preset.name)["lr"] == 0.05
+    assert isinstance(find_presets()[preset.name], Preset)
+
+
+def test_unknown_preset_names_near_ones_and_the_grammar():
+    with pytest.raises(SettingsError, match=r"'cifar10-mcunet-last5-patch2'\. Did you mean 'cifar10-mcunet-last4-patch2' or "):
+        get_preset("cifar10-mcunet-last5-patch2")
+    with pytest.raises(SettingsError, match=r"named 'x'\. Names are .* DATA: cifar10, .*MODEL: mobilenetv2, .*METHOD: exact, "):
+        get_preset("x")
