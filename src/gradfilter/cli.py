@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import Applied, apply_, find_applied, remove_
+from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
 from gradfilter.bench.setup import find_outputs
 from gradfilter.cost import measure_saved_bytes
@@ -134,21 +134,13 @@ def get_applied(model: nn.Module) -> Applied:
 
 def run_exactly(model: nn.Module, plan: Plan, images: Tensor) -> tuple[int, set[str]]:
     """Run a step by exact backprop that trains what the plan trains; return saved bytes and gradients, leave no trace."""
-    applied = get_applied(apply_(model, plan))
-    frozen = list(applied.frozen)
-    remove_(model)
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    for name in applied.resolved.frozen_norms:
-        model.get_submodule(name).eval()
+    freeze_(model, plan)
     try:
         with explain_failure(images, "already without a plan. Does it take such images? See --pixels and --batch"):
             saved, outputs = run_forward(model, images)
             return saved, run_backward(model, outputs)
     finally:
-        model.train()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        remove_(model)
 
 
 def run_forward(model: nn.Module, images: Tensor) -> tuple[int, list[Tensor]]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gradfilter.bench import approximation, coverage, fidelity, memory, step
+from gradfilter.bench import accuracy, approximation, coverage, fidelity, memory, step
 from gradfilter.errors import GradFilterError
 
 
@@ -35,9 +35,25 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
     sub.add_argument("--pixels", type=int, default=96)
+    sub = commands.add_parser("accuracy")
+    sub.add_argument("--data", type=Path, required=True, help="a folder of images, with train and test, a folder per class")
+    sub.add_argument("--label", default="photographs", help="what to call them in the report")
+    sub.add_argument("--model", default="mcunet-in3")
+    sub.add_argument("--weights", default="pretrained", help="a weight file, or 'pretrained'")
+    sub.add_argument("--plan", default="last4", help="all, last2, last4, …")
+    sub.add_argument("--images", type=int, help="train on so many images (default: all)")
+    sub.add_argument("--epochs", type=int, default=3)
+    sub.add_argument("--lr", type=float, default=0.02)
+    sub.add_argument("--batch", type=int, default=64)
+    sub.add_argument("--cache", choices=("off", "memory", "disk"), default="off", help="trunk cache, shared by all runs")
+    sub.add_argument("--seeds", type=int, default=3)
+    sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
     args = parser.parse_args(argv)
     try:
-        if args.command == "fidelity":
+        if args.command == "accuracy":
+            depth = accuracy.Depth(args.plan, args.images, args.epochs, args.lr, args.batch, args.cache)
+            reports = [accuracy.measure(args.data, args.label, args.model, args.weights, depth, args.seeds, args.work)]
+        elif args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
         elif args.command == "approximation":
             reports = [approximation.measure(args.data, args.label, args.batch, args.pixels)]

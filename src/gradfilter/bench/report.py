@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import gradfilter
+from gradfilter.environment import find_environment
 
 
 @dataclass
@@ -55,38 +50,3 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[st
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return lines
-
-
-def find_environment() -> dict[str, str]:
-    """Return what a number depends on besides the code: machine, threads, versions, commit."""
-    return {
-        "cpu": find_cpu(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gradfilter": gradfilter.__version__,
-        "commit": find_commit(),
-    }
-
-
-def find_cpu() -> str:
-    """Return the processor's name and its widest vector instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def find_commit() -> str:
-    """Return the commit of the checkout this runs from, marked where files differ from it."""
-    package = Path(gradfilter.__file__).parent
-    head, status = (
-        subprocess.run(["git", *command], cwd=package, check=False, capture_output=True, text=True)
-        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "."])
-    )
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")

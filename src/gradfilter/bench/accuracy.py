@@ -1,0 +1,150 @@
+"""Does it learn? One model, one data set, one recipe: exact backprop and filtered gradients, paired by seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradfilter.bench.report import Report
+from gradfilter.data import load_data
+from gradfilter.report import Results
+from gradfilter.train import Settings, train
+from gradfilter.train.cache import Place
+
+HEAD, EXACT = "head only", "exact"
+METHODS: dict[str, dict[str, Any]] = {
+    EXACT: {"exact": True},
+    **{f"lift, patch {r}": {"patch": r} for r in (2, 4, 7)},
+    "lift, grid 4": {"grid": 4},
+    **{f"lumped, patch {r}": {"patch": r, "kernel": "lumped"} for r in (2, 4, 7)},
+}
+RECIPE: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4, "clip": 2.0, "batch_norm": "eval"}
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How much of the model is trained, on how many images, how often, and at which learning rate."""
+
+    plan: str
+    images: int | None
+    epochs: int
+    lr: float
+    batch: int
+    cache: Place
+
+
+def measure(data: Path, label: str, model: str, weights: str, depth: Depth, seeds: int, work: Path) -> Report:
+    """Return the accuracy by method: mean over seeds, difference to exact paired by seed, and what it costs.
+
+    Every run is a `gradfilter train` in a folder of its own below `work`; those that are done are not run again.
+    """
+    methods = {HEAD: {"plan": "head"}, **METHODS}
+    loaded = load_data(str(data))
+    results: dict[str, list[Results]] = {method: [] for method in methods}
+    for seed in range(seeds):
+        for method, choices in methods.items():
+            settings = make_settings(data, model, weights, depth, seed, work, method, choices)
+            results[method].append(find_results(settings) or train(settings, data=loaded))
+            print(f"{depth.plan}, {method}, seed {seed}: {results[method][-1].best.val_accuracy:.2%}", flush=True)
+    return make_report(label, model, depth, results, len(loaded.val))
+
+
+def make_settings(
+    data: Path, model: str, weights: str, depth: Depth, seed: int, work: Path, method: str, choices: dict[str, Any]
+) -> Settings:
+    """Return the settings of one run."""
+    plan = choices.get("plan", depth.plan)
+    name = "-".join([depth.plan, method.replace(", ", "-").replace(" ", ""), f"seed{seed}"])
+    return Settings(
+        data=str(data),
+        model=model,
+        weights=weights,
+        limit=depth.images,
+        augment="none",
+        epochs=depth.epochs,
+        val_every=depth.epochs,
+        lr=depth.lr,
+        batch=depth.batch,
+        seed=seed,
+        cache=depth.cache,
+        cache_folder=str(work / "cache"),
+        out=str(work / name),
+        overwrite=True,
+        measure=seed == 0,
+        **RECIPE,
+        **{"plan": plan, **choices},
+    )
+
+
+def find_results(settings: Settings) -> Results | None:
+    """Return the results of a run that is done, where it had these settings."""
+    file = settings.folder / "results.json"
+    if not file.exists():
+        return None
+    results = Results.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    filled_in = dict.fromkeys(("resolution", "mean", "std"))
+    return None if settings.find_changes({**results.settings, **filled_in}) else results
+
+
+def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Results]], tested: int) -> Report:
+    """Return the table of all runs of one depth."""
+    first = next(iter(results.values()))[0]
+    seeds, trained = len(results[EXACT]), sum(first.train_counts)
+    what = "all layers" if depth.plan == "all" else f"the last {depth.plan.removeprefix('last')} convolutions and the classifier"
+    report = Report(
+        f"accuracy-{label}-{model}-{depth.plan}",
+        f"Accuracy: {model}, ImageNet weights, {label}, {what} trained, {first.settings['resolution']} px",
+        f"python -m gradfilter.bench accuracy --data FOLDER --label {label} --model {model} --weights FILE --plan {depth.plan} "
+        f"--images {depth.images} --epochs {depth.epochs} --lr {depth.lr} --batch {depth.batch} --seeds {seeds}",
+        ("method", "accuracy, %", "95 % interval", "less exact, paired", "± s.e.", "MB held", "times fewer", "step / exact"),
+    )
+    exact = accuracies(results[EXACT])
+    for method, runs in results.items():
+        values = accuracies(runs)
+        mean, differences = statistics.mean(values), [a - b for a, b in zip(values, exact, strict=True)]
+        low, high = find_interval(mean / 100, tested * len(values))
+        error = statistics.stdev(differences) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        paired = ("–", "–") if method == EXACT else (f"{statistics.mean(differences):+.2f}", f"{error:.2f}")
+        report.rows.append((method, f"{mean:.2f}", f"{100 * low:.2f}–{100 * high:.2f}", *paired, *describe_cost(runs, results)))
+    report.remarks = [
+        f"{trained} training images, the same for every method ({depth.epochs} epochs, SGD, momentum 0.9, learning rate {depth.lr} "
+        f"falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval mode, no "
+        f"augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same for "
+        "every method.",
+        f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. Its standard error is that "
+        "of the difference to exact, paired by seed.",
+        f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, trunk "
+        "included, median of alternating rounds.",
+    ]
+    return report
+
+
+def accuracies(runs: list[Results]) -> list[float]:
+    """Return the accuracy after the last epoch, in percent, run by run."""
+    return [100 * run.history[-1].val_accuracy for run in runs]
+
+
+def describe_cost(runs: list[Results], results: dict[str, list[Results]]) -> tuple[str, str, str]:
+    """Return what a method's run has measured: bytes, their ratio to exact, time."""
+    if runs is results[EXACT]:
+        cost = results["lift, patch 2"][0].cost
+        return (f"{cost.exact_saved_bytes / 1e6:.2f}" if cost else "–", "1.0", "1.00")
+    cost, twin = runs[0].cost, results["lift, patch 2"][0].cost
+    if cost is None or twin is None:
+        return ("–", "–", "–")
+    return (
+        f"{cost.saved_bytes / 1e6:.2f}",
+        f"{twin.exact_saved_bytes / cost.saved_bytes:.1f}",
+        f"{cost.step_seconds / twin.exact_step_seconds if runs is results[HEAD] else cost.step_ratio:.2f}",
+    )
+
+
+def find_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of `count` images."""
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return centre - half, centre + half

@@ -1,0 +1,136 @@
+"""What the training loop takes its batches from: images through the whole model, or cached cuts through the part behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfilter.data import ImageSet, Transform
+from gradfilter.errors import SettingsError
+from gradfilter.train.batches import Rows, load, seeded
+from gradfilter.train.cache import Cache, Place, build_cache, make_key
+from gradfilter.train.trunk import Record, Spec, Trunk, TrunkError
+
+
+@dataclass
+class Feed:
+    """Batches of one set of images, ready to run.
+
+    Attributes:
+        images: The set.
+        transform: From image to input.
+        model: The model to run them through.
+        device: Where it is.
+        batch: Images per batch.
+        views: How many views of each image there are, in turn; None for a new one each epoch.
+        seed: Of the augmentation.
+        workers: Processes that load images.
+        training: Whether the model runs in training mode.
+        cache: The cuts of all images and views, where they are kept.
+        trunk: Runs the model on them.
+    """
+
+    images: ImageSet
+    transform: Transform
+    model: nn.Module
+    device: torch.device
+    batch: int
+    views: int | None
+    seed: int
+    workers: int
+    training: bool
+    cache: Cache | None = None
+    trunk: Trunk | None = None
+
+    def __post_init__(self) -> None:
+        """Keep the labels as a tensor."""
+        self.labels = torch.tensor(self.images.labels)
+        self.rows = Rows(self.images, self.transform, self.seed)
+
+    def make_input(self, count: int) -> Tensor:
+        """Return the first images of the set, as the model gets them."""
+        _, images = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
+        return images.to(self.device)
+
+    def keep(self, place: Place, folder: Path, tell: Callable[[str], None]) -> None:
+        """Compute what the frozen layers make of every image and view, or find it on disk, and take it from there from now on."""
+        self.trunk = Trunk(self.model)
+        views = self.views if self.views is not None and self.transform.is_random else 1
+        count = views * len(self.images)
+        first = self.make_input(self.batch)
+        with self.mode(), untouched(self.model):
+            record = self.find_record(first)
+            key = make_key(self.trunk, record, self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}")
+            batches = torch.arange(count).split(self.batch)
+            images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
+            self.cache = build_cache(self.trunk, images, first, count, place=place, folder=folder, key=key, tell=tell)
+
+    def find_record(self, images: Tensor) -> Record:
+        """Return the record of a forward with such images."""
+        assert self.trunk is not None
+        try:
+            return self.trunk.find_record(images)
+        except TrunkError as error:
+            raise SettingsError(f"the frozen layers of this model cannot be cached: {error}. Use --cache off.") from error
+
+    def run(self, order: Tensor, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Give batches of images in this order, from batch number `start`: labels, and a function that runs the model."""
+        view = epoch if self.views is None else epoch % self.views
+        offset = view * len(self.images) if self.transform.is_random else 0
+        batches = (order + offset).split(self.batch)[start:]
+        for rows, forward in self.run_cut(batches) if self.cache is not None else self.run_images(batches):
+            yield self.labels[rows % len(self.images)].to(self.device), forward
+
+    def run_images(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Give batches that run through the whole model."""
+        for rows, images in load(self.rows, batches, self.workers):
+            yield rows, lambda images=images: find_logits(self.model(images.to(self.device)))
+
+    def run_cut(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Give batches that run from the cut."""
+        assert self.cache is not None and self.trunk is not None
+        for rows in batches:
+            record = self.get_record(len(rows))
+            cut = [x.to(self.device) for x in self.cache.read(rows)]
+            yield rows, lambda record=record, cut=cut: find_logits(self.trunk.run(record, cut))  # type: ignore[union-attr]
+
+    def get_record(self, count: int) -> Record:
+        """Return the record for so many images; a size that was not seen yet is recorded on images without content."""
+        side = self.transform.resolution
+        empty = torch.zeros(count, 3, side, side, device=self.device).contiguous(memory_format=torch.channels_last)
+        with self.mode(), untouched(self.model):
+            return self.find_record(empty)
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Put the model in this feed's mode for a while."""
+        before = self.model.training
+        self.model.train(self.training)
+        try:
+            yield
+        finally:
+            self.model.train(before)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Let a model run without a trace: statistics that moved are put back, and so is the random state."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with seeded(0):
+        yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def find_logits(output: Any) -> Tensor:
+    """Return the class scores in a model's output: it, or the first tensor of several (others are auxiliary heads')."""
+    from gradfilter.bench.setup import find_outputs
+
+    return output if isinstance(output, Tensor) else find_outputs(output)[0]

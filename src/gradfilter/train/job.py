@@ -1,0 +1,230 @@
+"""All that a run needs, made from its settings: data, model, plan, optimizer. Nothing here trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradfilter.apply import apply_, find_applied, freeze_
+from gradfilter.data import Data, ImageSet, load_data, make_transforms
+from gradfilter.errors import SettingsError
+from gradfilter.models import find_info, make_model
+from gradfilter.models.extras import import_extra
+from gradfilter.plan import Plan, find_layers
+from gradfilter.report.results import Layer
+from gradfilter.train.batches import mix
+from gradfilter.train.checkpoint import check_folder
+from gradfilter.train.feed import Feed
+from gradfilter.train.settings import Settings
+from gradfilter.train.watch import Watch
+
+WEIGHTS, SPLIT, LIMIT = range(16, 19)
+"""More uses of a seed, besides those of `gradfilter.train.batches`."""
+
+
+@dataclass
+class Job:
+    """A run, ready to start.
+
+    Attributes:
+        settings: With resolution, mean and std filled in.
+        folder: Where everything is written.
+        data: The images; `train` is the part to train on.
+        model: Under its plan.
+        plan: The plan.
+        fabric: Lightning's device, precision and loggers.
+        optimizer: Over the trained parameters.
+        train: Batches to train on.
+        val: Batches held out.
+        watch: Is told what happens.
+    """
+
+    settings: Settings
+    folder: Path
+    data: Data
+    model: nn.Module
+    plan: Plan
+    fabric: Any
+    optimizer: torch.optim.Optimizer
+    train: Feed
+    val: Feed
+    watch: Watch
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return what tells the training images from others."""
+        return self.data.train.fingerprint()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trained parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def batches(self) -> int:
+        """Return the number of steps in an epoch."""
+        return -(-len(self.data.train) // self.settings.batch)
+
+    def describe_model(self) -> dict[str, Any]:
+        """Return what it takes to use the weights: the model's name, its classes and its input."""
+        settings, classes = self.settings, list(self.data.train.classes)
+        return {
+            "model": settings.model,
+            "classes": classes,
+            "resolution": settings.resolution,
+            "mean": list(settings.mean or ()),
+            "std": list(settings.std or ()),
+        }
+
+    def describe_layers(self) -> tuple[Layer, ...]:
+        """Return what becomes of every layer; its patch where a forward pass has told it."""
+        applied = find_applied(self.model)
+        assert applied is not None
+        planned = applied.resolved.convs | applied.resolved.linears
+        layers: list[Layer] = []
+        for name, module in find_layers(self.model).items():
+            trained = any(p.requires_grad for p in module.parameters())
+            patch = applied.patches.get(name)
+            backward = "frozen" if not trained else str(planned[name]) if patch else "exact"
+            layers.append(Layer(name, backward, patch, trained, sum(p.numel() for p in module.parameters())))
+        return tuple(layers)
+
+
+def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
+    """Make a run from its settings; everything that can be found wrong before training is found here."""
+    folder = settings.folder
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    plan = settings.make_plan()
+    info = find_info(settings.model)
+    settings = dataclasses.replace(
+        settings,
+        resolution=settings.resolution or info.resolution,
+        mean=settings.mean or info.mean,
+        std=settings.std or info.std,
+    )
+    data = choose_images(settings, watch, data)
+    model = make_trained_model(settings, plan, data.train)
+    size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 2) for p in model.parameters())
+    check_folder(folder, 2 * size)  # best and last, and a draft of each, with the optimizer's state
+    fabric = make_fabric(settings, folder)
+    model.to(fabric.device)
+    train, val = make_feeds(settings, data, model, fabric.device)
+    job = Job(settings, folder, data, model, plan, fabric, make_optimizer(settings, model), train, val, watch)
+    if settings.cache != "off":
+        for feed in (train, val):
+            feed.keep(settings.cache, Path(settings.cache_folder or folder / "cache"), watch.tell)
+    return job
+
+
+def choose_images(settings: Settings, watch: Watch, data: Data | None) -> Data:
+    """Load the data where they are not given; take the part, and as many of its images, as the settings say."""
+    data = data or load_data(
+        settings.data,
+        root=settings.root,
+        val_share=settings.val_share,
+        seed=settings.seed,
+        strict=settings.strict,
+        download=settings.download,
+    )
+    train = data.train
+    if settings.parts > 1 or settings.partition is not None:
+        partition = find_partition(settings, train)
+        for i, kl in enumerate(partition.kl_divergence()):
+            mine = " (trained on)" if i == settings.part else ""
+            watch.tell(f"part {i} of {settings.parts}: {len(partition.parts[i])} images, KL divergence {kl:.3f}{mine}")
+        train = train.select(partition.parts[settings.part])
+    if settings.limit is not None and settings.limit < len(train):
+        train = train.select(draw_evenly(train, settings.limit, settings.seed))
+    watch.tell(describe_balance("to train on", train))
+    watch.tell(describe_balance("held out", data.val))
+    for line in data.skipped[:10]:
+        watch.tell(f"skipped {line}")
+    if len(data.skipped) > 10:
+        watch.tell(f"skipped {len(data.skipped) - 10} more files, see the report")
+    return dataclasses.replace(data, train=train)
+
+
+def find_partition(settings: Settings, images: ImageSet) -> Any:
+    """Return the partition that the settings describe: from its file where there is one, else made and kept there."""
+    from gradfilter.data.partition import Partition, make_partition
+
+    if settings.partition is not None and Path(settings.partition).exists():
+        return Partition.load(settings.partition, images)
+    partition = make_partition(images, settings.parts, shards=settings.shards, seed=settings.seed)
+    if settings.partition is not None:
+        partition.save(settings.partition)
+    return partition
+
+
+def draw_evenly(images: ImageSet, count: int, seed: int) -> list[int]:
+    """Return the indices of so many images, in equal numbers from all classes as far as they have them."""
+    generator = np.random.default_rng([seed, LIMIT])
+    order = generator.permutation(len(images))
+    labels = np.asarray(images.labels)[order]
+    rank = np.zeros(len(images), dtype=np.int64)
+    for label in np.unique(labels):
+        rank[labels == label] = np.arange((labels == label).sum())
+    return sorted(order[np.lexsort((order, rank))[:count]].tolist())
+
+
+def describe_balance(what: str, images: ImageSet) -> str:
+    """Return one line on how many images each class has."""
+    counts = images.counts()
+    least, most = int(np.argmin(counts)), int(np.argmax(counts))
+    line = f"{len(images)} images {what}, {len(images.classes)} classes"
+    if counts[least] == counts[most]:
+        return f"{line} of {counts[most]} each"
+    return f"{line}: from {counts[least]} ({images.classes[least]}) to {counts[most]} ({images.classes[most]}) each"
+
+
+def make_trained_model(settings: Settings, plan: Plan, images: ImageSet) -> nn.Module:
+    """Return the model with its weights, for the classes of the images, under the plan."""
+    generator = torch.Generator().manual_seed(mix(settings.seed, WEIGHTS))
+    weights = None if settings.weights == "random" else settings.weights
+    model = make_model(settings.model, weights=weights, classes=len(images.classes), generator=generator)
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return (freeze_ if settings.exact else apply_)(model.train(), plan)
+
+
+def make_fabric(settings: Settings, folder: Path) -> Any:
+    """Return Lightning's Fabric for the device and precision, with loggers."""
+    fabric = import_extra("lightning.fabric", "gradfilter train")
+    loggers = []
+    if settings.tensorboard:
+        import_extra("tensorboard", "--tensorboard")
+        loggers.append(fabric.loggers.TensorBoardLogger(folder, name="tensorboard", version=""))
+    try:
+        return fabric.Fabric(accelerator=settings.device, devices=1, precision=settings.precision, loggers=loggers)
+    except (ValueError, RuntimeError) as error:
+        raise SettingsError(f"--device {settings.device} --precision {settings.precision} cannot be had: {error}") from error
+
+
+def make_feeds(settings: Settings, data: Data, model: nn.Module, device: torch.device) -> tuple[Feed, Feed]:
+    """Return the batches to train on, and those held out."""
+    assert settings.resolution is not None and settings.mean is not None and settings.std is not None
+    augmented, plain = make_transforms(
+        settings.resolution, settings.mean, settings.std, settings.augment, flips=data.train.flips
+    )
+    common: dict[str, Any] = {"model": model, "device": device, "batch": settings.batch, "seed": settings.seed}
+    common |= {"workers": settings.workers}
+    return (
+        Feed(data.train, augmented, views=settings.views, training=True, **common),
+        Feed(data.val, plain, views=None, training=False, **common),
+    )
+
+
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer over the trained parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(trained, momentum=settings.momentum, **common)
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.optimizer](trained, **common)

@@ -1,0 +1,79 @@
+"""Judge a classifier on held-out images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfilter.models.extras import import_extra
+from gradfilter.report.results import Sample
+from gradfilter.train.feed import Feed
+
+SAMPLES = 12
+"""How many images of each kind, right and wrong, a report shows."""
+THUMBNAIL = 128
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model makes of a set of images.
+
+    Attributes:
+        loss: Mean cross-entropy.
+        accuracy: Share of images classified rightly.
+        confusion: Images by true class (row) and predicted class (column).
+        probabilities: Of every class, for every image.
+    """
+
+    loss: float
+    accuracy: float
+    confusion: tuple[tuple[int, ...], ...]
+    probabilities: Tensor
+
+
+def judge(model: nn.Module, feed: Feed, fabric: Any) -> Judged:
+    """Run a model over all images of a feed, in eval mode."""
+    torchmetrics = import_extra("torchmetrics", "Judging a model")
+    loss = torchmetrics.MeanMetric().to(feed.device)
+    confusion = torchmetrics.classification.MulticlassConfusionMatrix(len(feed.images.classes)).to(feed.device)
+    probabilities: list[Tensor] = []
+    model.eval()
+    with torch.no_grad(), fabric.autocast():
+        for labels, forward in feed.run(torch.arange(len(feed.images)), 0):
+            output = forward().float()
+            loss.update(F.cross_entropy(output, labels), len(labels))
+            confusion.update(output.argmax(1), labels)
+            probabilities.append(output.softmax(1).cpu())
+    table = confusion.compute().cpu()
+    rows = tuple(tuple(int(n) for n in row) for row in table)
+    return Judged(float(loss.compute()), float(table.diagonal().sum()) / len(feed.images), rows, torch.cat(probabilities))
+
+
+def find_samples(feed: Feed, probabilities: Tensor) -> tuple[Sample, ...]:
+    """Choose what to show: the images that the model is most wrong about, and some that it gets right, of all classes."""
+    confidence, predicted = probabilities.max(1)
+    right = predicted == feed.labels.cpu()
+    wrong = [i for i in confidence.argsort(descending=True, stable=True).tolist() if not right[i]][:SAMPLES]
+    return tuple(make_sample(feed, i, int(predicted[i]), float(confidence[i])) for i in [*pick_evenly(feed, right), *wrong])
+
+
+def pick_evenly(feed: Feed, right: Tensor) -> list[int]:
+    """Return images that were classified rightly, from as many classes as possible."""
+    by_class: dict[int, list[int]] = {}
+    for index in right.nonzero().flatten().tolist():
+        by_class.setdefault(feed.images.labels[index], []).append(index)
+    turns = range(max(map(len, by_class.values()), default=0))
+    return [by_class[label][turn] for turn in turns for label in sorted(by_class) if turn < len(by_class[label])][:SAMPLES]
+
+
+def make_sample(feed: Feed, index: int, predicted: int, confidence: float) -> Sample:
+    """Return one image with its prediction."""
+    image = feed.images.read(index)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return Sample(feed.images.names[index], feed.images.labels[index], predicted, confidence, image)
+
+

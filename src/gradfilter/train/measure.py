@@ -1,0 +1,85 @@
+"""What a training step costs beside exact backprop of the same layers, measured on the user's own model and images."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfilter.apply import freeze_, remove_
+from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.plan import Plan
+from gradfilter.report.results import Cost
+from gradfilter.train.feed import find_logits, untouched
+
+ROUNDS = 5
+MOST_SHARE = 0.5
+"""Exact backprop is measured where it takes at most this share of the memory that is free: it must not end the run."""
+
+
+def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -> Cost:
+    """Measure saved bytes and the time of a step of the model as it is, and of exact backprop of what the plan trains.
+
+    Both take turns in one process, and the ratio is the median over rounds. Where an exact step might not fit into memory, its
+    bytes are predicted (they are the measured ones to the byte) and its time is unknown.
+    """
+    exact = freeze_(remove_(copy.deepcopy(model)), plan).train()
+    twin = copy.deepcopy(model).train()
+    with untouched(exact), untouched(twin):
+        saved, exact_saved = measure_saved_bytes(twin, images), predict_saved_bytes(exact, images)
+        runs = {"step": lambda: time_step(twin, images, labels), "inference": lambda: time_inference(twin, images)}
+        if exact_saved < MOST_SHARE * find_free_memory():
+            runs["exact"] = lambda: time_step(exact, images, labels)
+        times = take_turns(runs, ROUNDS)
+    ratio = [a / b for a, b in zip(times["step"], times.get("exact", []), strict=False)]
+    return Cost(
+        batch=len(images),
+        resolution=images.shape[-1],
+        saved_bytes=saved,
+        exact_saved_bytes=exact_saved,
+        step_ratio=median(ratio),
+        step_seconds=median(times["step"]),
+        exact_step_seconds=median(times.get("exact", [])),
+        inference_seconds=median(times["inference"]),
+    )
+
+
+def take_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds that each run took, round by round; a first round warms up."""
+    times = [{name: run() for name, run in runs.items()} for _ in range(rounds + 1)][1:]
+    return {name: [turn[name] for turn in times] for name in runs}
+
+
+def time_step(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the seconds of forward, loss and backward."""
+    start = time.perf_counter()
+    F.cross_entropy(find_logits(model.train()(images)), labels).backward()
+    seconds = time.perf_counter() - start
+    model.zero_grad()
+    return seconds
+
+
+def time_inference(model: nn.Module, images: Tensor) -> float:
+    """Return the seconds of a forward pass in eval mode."""
+    model.eval()
+    start = time.perf_counter()
+    with torch.inference_mode():
+        model(images)
+    return time.perf_counter() - start
+
+
+def median(values: list[float]) -> float:
+    """Return the median, NaN of nothing."""
+    return statistics.median(values) if values else math.nan
+
+
+def find_free_memory() -> int:
+    """Return how many bytes of memory are free, as far as the system tells."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

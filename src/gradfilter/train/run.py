@@ -1,0 +1,335 @@
+"""Train: the loop, from the first batch or from the last checkpoint, to the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+
+from gradfilter.cost import measure_saved_bytes
+from gradfilter.environment import find_environment
+from gradfilter.data import Data
+from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
+from gradfilter.files import replace_file
+from gradfilter.report import Epoch, Results, write_report
+from gradfilter.train.batches import STEP, seeded, shuffle
+from gradfilter.train.checkpoint import RUN, load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
+from gradfilter.train.feed import untouched
+from gradfilter.train.job import Job, prepare
+from gradfilter.train.judge import Judged, find_samples, judge
+from gradfilter.train.measure import measure_cost
+from gradfilter.train.settings import Settings
+from gradfilter.train.watch import Step, Watch, write_csv
+
+CONFIG, PLAN, METRICS, RESULTS = "config.yaml", "plan.yaml", "metrics.csv", "results.json"
+LAST, BEST = "last.safetensors", "best.safetensors"
+REPORTS = "report.html", "report.png"
+"""Files of a run's folder."""
+
+
+class Interrupted(GradFilterError, RuntimeError):
+    """Report a run that was stopped from outside, after its checkpoint was written."""
+
+
+class DivergedError(GradFilterError, RuntimeError):
+    """Report a loss that is no number any more."""
+
+
+@dataclass
+class State:
+    """How far a run is: with the settings, the weights and the optimizer's state, all that its future depends on.
+
+    Attributes:
+        epoch: The epoch at work, from 0.
+        batch: Batches of it that are done.
+        loss: Their summed loss, and
+        right: the images among them that were classified rightly.
+        images: How many these were.
+        seconds: Time spent in this epoch.
+        history: The epochs that are done.
+        best_epoch: The one with the best held-out accuracy, from 1.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    loss: float = 0.0
+    right: int = 0
+    images: int = 0
+    seconds: float = 0.0
+    history: list[Epoch] = field(default_factory=list)
+    best_epoch: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+    def finish_epoch(self, epoch: Epoch, is_best: bool) -> None:
+        """Go on to the next epoch."""
+        self.history.append(epoch)
+        self.best_epoch = epoch.epoch if is_best else self.best_epoch
+        self.epoch, self.batch, self.loss, self.right, self.images, self.seconds = epoch.epoch, 0, 0.0, 0, 0, 0.0
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> State:
+        """Return the state from plain data."""
+        return cls(**{**data, "history": [Epoch(**epoch) for epoch in data["history"]]})
+
+
+def train(settings: Settings, watch: Watch | None = None, data: Data | None = None) -> Results:
+    """Fine-tune a classifier as the settings say; return what came of it.
+
+    Args:
+        settings: What to train, on what, and how.
+        watch: Is told what happens.
+        data: Images that are loaded already, in place of those that the settings name.
+
+    The folder of the run gets the resolved settings (config.yaml), the plan, metrics.csv, the best weights
+    (best.safetensors, which loads into a plain model), the last checkpoint, results.json and the report.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
+        GradFilterError: Anything else that a user can mend, as the text says.
+    """
+    watch = watch or Watch()
+    check_run(settings)
+    job = prepare(settings, watch, data)
+    state = restore(job) if settings.resume else State()
+    write_config(job)
+    job.model.train()
+    with untouched(job.model):
+        saved = measure_saved_bytes(job.model, job.train.make_input(job.settings.batch))
+    watch.tell(f"{describe_size(job)}; autograd holds {saved / 1e6:.1f} MB for a batch of {job.settings.batch}")
+    best: Judged | None = None
+    with interruptible() as stop:
+        while state.epoch < job.settings.epochs:
+            train_epoch(job, state, stop)
+            best = finish_epoch(job, state) or best
+    return finish(job, state, best)
+
+
+def train_epoch(job: Job, state: State, stop: list[int]) -> None:
+    """Train on what is left of an epoch."""
+    job.model.train()
+    settings, count = job.settings, len(job.data.train)
+    order = shuffle(count, settings.seed, state.epoch)
+    begin = time.perf_counter() - state.seconds
+    for labels, forward in job.train.run(order, state.epoch, state.batch):
+        step = state.epoch * job.batches + state.batch
+        for group in job.optimizer.param_groups:
+            group["lr"] = find_rate(settings, step, job.batches)
+        with seeded(settings.seed, STEP, step), job.fabric.autocast():
+            output = forward()
+            loss = F.cross_entropy(output, labels, label_smoothing=settings.label_smoothing)
+        job.fabric.backward(loss)
+        if settings.clip:
+            job.fabric.clip_gradients(job.model, job.optimizer, max_norm=settings.clip, error_if_nonfinite=False)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        state.batch += 1
+        state.loss += float(loss.detach()) * len(labels)
+        state.right += int((output.detach().argmax(1) == labels).sum())
+        state.images += len(labels)
+        state.seconds = time.perf_counter() - begin
+        if not math.isfinite(state.loss):
+            raise DivergedError(explain_divergence(job, state))
+        job.watch.step(describe_step(job, state))
+        if stop or (settings.save_every and (step + 1) % settings.save_every == 0):
+            save(job, state)
+        if stop:
+            raise Interrupted(f"stopped in epoch {state.epoch + 1} after {state.batch} of {job.batches} batches")
+
+
+def finish_epoch(job: Job, state: State) -> Judged | None:
+    """Judge the model on the held-out images; where it is the best yet, keep it and return that; write the checkpoint."""
+    begin, number, settings = time.perf_counter(), state.epoch + 1, job.settings
+    is_due = number % settings.val_every == 0 or number == settings.epochs
+    judged = judge(job.model, job.val, job.fabric) if is_due else None
+    epoch = Epoch(
+        epoch=number,
+        train_loss=state.loss / state.images,
+        train_accuracy=state.right / state.images,
+        val_loss=judged.loss if judged else math.nan,
+        val_accuracy=judged.accuracy if judged else math.nan,
+        lr=find_rate(settings, number * job.batches - 1, job.batches),
+        images_per_second=state.images / state.seconds,
+        seconds=state.seconds + time.perf_counter() - begin,
+    )
+    is_best = judged is not None and not any(judged.accuracy <= earlier.val_accuracy for earlier in state.history)
+    if is_best:
+        about = {**job.describe_model(), "epoch": number, "val_accuracy": epoch.val_accuracy}
+        save_checkpoint(job.folder / BEST, job.model, {}, about)
+    state.finish_epoch(epoch, is_best)
+    save(job, state)
+    write_csv(job.folder / METRICS, state.history)
+    job.fabric.log_dict({k: v for k, v in dataclasses.asdict(epoch).items() if k != "epoch"}, step=number)
+    job.watch.epoch(epoch, settings.epochs, is_best)
+    return judged if is_best else None
+
+
+def finish(job: Job, state: State, best: Judged | None) -> Results:
+    """Load the best weights, and write the results and the report."""
+    layers = job.describe_layers()
+    cost = None
+    if job.settings.measure and not job.settings.exact:
+        images = job.train.make_input(job.settings.batch)
+        cost = measure_cost(job.model, job.plan, images, job.train.labels[: len(images)].to(images.device))
+    weights, _, _ = load_checkpoint(job.folder / BEST)
+    job.model.load_state_dict(weights)
+    best = best or judge(job.model, job.val, job.fabric)  # a resumed run may not have seen its best epoch
+    results = Results(
+        model=job.settings.model,
+        data=job.data.train.name,
+        classes=job.data.train.classes,
+        train_counts=job.data.train.counts(),
+        val_counts=job.data.val.counts(),
+        settings=job.settings.to_dict(),
+        plan=job.plan.to_yaml(),
+        history=tuple(state.history),
+        best_epoch=state.best_epoch,
+        confusion=best.confusion,
+        layers=layers,
+        cost=cost,
+        skipped=job.data.skipped,
+        environment=find_environment(),
+        weights_file=BEST,
+    )
+    replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
+    write_report(job.folder, results, find_samples(job.val, best.probabilities))
+    return results
+
+
+def find_rate(settings: Settings, step: int, batches: int) -> float:
+    """Return the learning rate of a step: a linear rise, then half a cosine down to nothing, or no change."""
+    warm = settings.warmup * batches
+    if step < warm:
+        return settings.lr * (step + 1) / warm
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - warm) / max(1.0, settings.epochs * batches - warm)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def check_run(settings: Settings) -> None:
+    """Refuse to write over another run, or to go on with none."""
+    last = settings.folder / LAST
+    started = last.exists() or (settings.folder / CONFIG).exists()
+    if settings.resume and not started:
+        raise SettingsError(
+            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave --resume out "
+            "to start one."
+        )
+    if started and not settings.resume and not settings.overwrite:
+        raise SettingsError(
+            f"the folder '{settings.folder}' holds a run already. Go on with it (--resume), replace it (--overwrite), or give "
+            "another folder (--out)."
+        )
+
+
+def write_config(job: Job) -> None:
+    """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first."""
+    try:
+        if not job.settings.resume:
+            for name in (LAST, BEST, METRICS, RESULTS, *REPORTS):
+                (job.folder / name).unlink(missing_ok=True)
+        stored = {**job.settings.to_dict(), "out": str(job.folder), "resume": False, "overwrite": False}
+        replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
+        job.plan.save(job.folder / PLAN)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to '{job.folder}': {error.strerror or error}. Give another folder with --out.") from error
+
+
+def save(job: Job, state: State) -> None:
+    """Write the checkpoint to go on from."""
+    about = {
+        **job.describe_model(),
+        "settings": job.settings.to_dict(),
+        "plan": job.plan.to_yaml(),
+        "data": job.fingerprint,
+        "state": state.to_dict(),
+    }
+    save_checkpoint(job.folder / LAST, job.model, pack_optimizer(job.optimizer), about)
+
+
+def restore(job: Job) -> State:
+    """Load the checkpoint to go on from; where the run was stopped before its first one, start at the beginning."""
+    path = job.folder / LAST
+    if not path.exists():
+        return State()
+    weights, extra, about = load_checkpoint(path)
+    changes = job.settings.find_changes(about["settings"])
+    if about["plan"] != job.plan.to_yaml():
+        changes.append("the plan is another one")
+    if about["data"] != job.fingerprint:
+        changes.append("the training images are not the same any more")
+    if changes:
+        raise SettingsError(
+            f"the run in '{job.folder}' cannot be resumed with other settings: {'; '.join(changes)}. Give the same ones (--config "
+            f"{job.folder / CONFIG}), or another --out."
+        )
+    job.model.load_state_dict(weights)
+    unpack_optimizer_(job.optimizer, extra)
+    return State.from_dict(about["state"])
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Let Ctrl-C and SIGTERM end the run after the step at work, with a checkpoint; a second one ends it at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: types.FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before: dict[int, Any] = {number: signal.signal(number, ask) for number in numbers}
+    except ValueError:  # not the main thread: then signals are somebody else's
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe_size(job: Job) -> str:
+    """Return one line on what is trained."""
+    trained, total = sum(p.numel() for p in job.trained), sum(p.numel() for p in job.model.parameters())
+    return f"{job.settings.model}: {trained:,} of {total:,} parameters trained"
+
+
+def describe_step(job: Job, state: State) -> Step:
+    """Return how far the run is."""
+    done = state.epoch * job.batches + state.batch
+    past = sum(epoch.seconds for epoch in state.history) + state.seconds
+    return Step(
+        epoch=state.epoch + 1,
+        epochs=job.settings.epochs,
+        batch=state.batch,
+        batches=job.batches,
+        loss=state.loss / state.images,
+        accuracy=state.right / state.images,
+        images_per_second=state.images / max(state.seconds, 1e-9),
+        seconds_left=past / done * (job.settings.epochs * job.batches - done),
+    )
+
+
+def explain_divergence(job: Job, state: State) -> str:
+    """Return the error text for a loss that is no number."""
+    kept = f"The checkpoint before it is in '{job.folder}'. " if (job.folder / LAST).exists() else ""
+    return (
+        f"the loss is no finite number any more, in epoch {state.epoch + 1}, batch {state.batch}. {kept}Start again with a lower "
+        f"--lr (now {job.settings.lr}), a --warmup, or a smaller --clip (now {job.settings.clip})."
+    )

@@ -1,0 +1,227 @@
+"""All that can be said about a training run: one frozen dataclass, which becomes the flags of `gradfilter train` and its YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from gradfilter.data.transforms import Augment
+from gradfilter.errors import SettingsError
+from gradfilter.plan import Backward, Plan
+from gradfilter.train.cache import Place
+
+Optimizer = Literal["sgd", "adam", "adamw"]
+Schedule = Literal["cosine", "constant"]
+Kernel = Literal["lift", "lumped"]
+BatchNorm = Literal["eval", "train", "frozen"]
+Precision = Literal["32-true", "bf16-mixed"]
+Triple = tuple[float, float, float]
+
+MAY_CHANGE = frozenset("resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure tensorboard".split())
+"""Settings that a resumed run may have otherwise than the run it goes on with: they do not change what is computed."""
+LAST = re.compile(r"last ?(\d+)")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Say what to train, on what, and how.
+
+    Attributes:
+        data: A folder of images, a folder per class, or the name of a known data set.
+        root: Where named data sets lie.
+        download: Fetch a named data set that is not there.
+        strict: Stop at images that cannot be read, instead of skipping them.
+        val_share: Share of the images to hold out where the data come without a split.
+        limit: Train on so many images only, drawn evenly from all classes.
+        parts: Cut the training images into so many parts, and train on one.
+        shards: Make the parts non-iid, of so many label-sorted shards each.
+        part: Which part to train on, from 0.
+        partition: A file to keep the partition in: made where it is missing, read where it is there.
+        model: A name that "gradfilter models" lists, or one of timm or torchvision, or module:function.
+        weights: "pretrained", "random", or a weight file (safetensors, or .pth).
+        resolution: Side of the images in pixels; the model's own where not given.
+        mean: Subtracted per channel; the model's own where not given.
+        std: Divided by per channel; the model's own where not given.
+        augment: What is done to training images: nothing, mirrored at random, or random crops too.
+        views: See each image in so many augmented views, in turn, instead of a new one each epoch.
+        plan: Which layers to train: "all", "head", "last4", or a plan in a YAML file.
+        patch: Side of a patch in pixels of each layer's map; overrides the plan's.
+        grid: Patches per side at every resolution (4 where nothing is said); overrides the plan's.
+        kernel: The coarse kernel, "lift" where nothing is said; overrides the plan's.
+        exact: Train the plan's layers with torch's own, exact backward.
+        batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
+        epochs: How often to see every training image.
+        batch: Images per step.
+        optimizer: The optimizer.
+        lr: Learning rate, at its highest.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay.
+        schedule: Let the learning rate fall along a cosine, or stay.
+        warmup: Epochs in which the learning rate rises from nothing.
+        clip: Largest norm of the gradient, all parameters together; 0 for no limit.
+        label_smoothing: Share of the target spread over all classes.
+        seed: Of everything that is drawn: split, order, augmentation, new weights, dropout.
+        cache: Keep what the frozen layers make of each image.
+        cache_folder: Where a cache on disk is kept, to share it between runs; in the folder of the run where not given.
+        out: Folder of the run; made from data, model and plan where not given.
+        resume: Go on with the run in the folder.
+        overwrite: Replace the run in the folder.
+        val_every: Judge the model on held-out images every so many epochs, and after the last.
+        save_every: Write a checkpoint every so many steps too, not only after each epoch.
+        device: Where to train, "auto" for the best there is.
+        precision: Of the numbers.
+        workers: Processes that load images; 0 for none besides the training itself.
+        threads: Threads of torch; all cores where not given.
+        measure: Measure memory and time beside exact backprop at the end.
+        tensorboard: Write logs for TensorBoard too.
+        preset: Start from a named recipe; what is given besides overrides it.
+    """
+
+    data: str = "digits"
+    root: str | None = None
+    download: bool = False
+    strict: bool = False
+    val_share: float = 0.2
+    limit: int | None = None
+    parts: int = 1
+    shards: int | None = None
+    part: int = 0
+    partition: str | None = None
+    model: str = "efficientnet-lite0"
+    weights: str = "pretrained"
+    resolution: int | None = None
+    mean: Triple | None = None
+    std: Triple | None = None
+    augment: Augment = "standard"
+    views: int | None = None
+    plan: str = "all"
+    patch: int | None = None
+    grid: int | None = None
+    kernel: Kernel | None = None
+    exact: bool = False
+    batch_norm: BatchNorm | None = None
+    epochs: int = 10
+    batch: int = 32
+    optimizer: Optimizer = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    schedule: Schedule = "cosine"
+    warmup: float = 0.0
+    clip: float = 2.0
+    label_smoothing: float = 0.0
+    seed: int = 0
+    cache: Place = "off"
+    cache_folder: str | None = None
+    out: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    val_every: int = 1
+    save_every: int | None = None
+    device: str = "auto"
+    precision: Precision = "32-true"
+    workers: int = 0
+    threads: int | None = None
+    measure: bool = True
+    tensorboard: bool = False
+    preset: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without data and model; all at once."""
+        wrong = [*self.find_out_of_range(), *self.find_unknown()]
+        if self.patch is not None and self.grid is not None:
+            wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
+        if self.part >= self.parts:
+            wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
+        if self.shards is not None and self.parts == 1:
+            wrong.append("--shards cuts parts out of shards, but --parts is 1: say how many parts")
+        if self.resume and self.overwrite:
+            wrong.append("--resume goes on with the run that --overwrite replaces: give one")
+        if self.cache != "off" and self.augment != "none" and self.views is None:
+            wrong.append(
+                f"--cache {self.cache} keeps what frozen layers make of an image, but --augment {self.augment} makes a new image "
+                "each epoch: give --views 4 for four views of each in turn, or --augment none"
+            )
+        if wrong:
+            raise SettingsError("; ".join(wrong) + ".")
+
+    def find_out_of_range(self) -> list[str]:
+        """List the numbers that cannot be."""
+        least = {"epochs": 1, "batch": 1, "parts": 1, "part": 0, "shards": 1, "views": 1, "limit": 2, "save_every": 1, "val_every": 1}
+        least |= {"workers": 0, "threads": 1, "seed": 0, "resolution": 1}
+        least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0}
+        values = {name: value for name in least if (value := getattr(self, name)) is not None}
+        wrong = [f"--{name} is {value}, but at least {least[name]}" for name, value in values.items() if not value >= least[name]]
+        wrong += [f"--{name} is {value}, which is no finite number" for name, value in values.items() if math.isinf(value)]
+        if not 0 < self.val_share < 1:
+            wrong.append(f"--val_share is {self.val_share}, but between 0 and 1")
+        if self.label_smoothing >= 1:
+            wrong.append(f"--label_smoothing is {self.label_smoothing}, but below 1")
+        return wrong
+
+    def find_unknown(self) -> list[str]:
+        """List the words that are not among the choices."""
+        choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
+        choices |= {name: kind for name, kind in (("kernel", Kernel), ("batch_norm", BatchNorm)) if getattr(self, name) is not None}
+        return [
+            f"--{name} is {value!r}, but one of {', '.join(get_args(kind))}"
+            for name, kind in choices.items()
+            if (value := getattr(self, name)) not in get_args(kind)
+        ]
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        if self.out is not None:
+            return Path(self.out)
+        plan = Path(self.plan).stem.replace(" ", "")
+        words = [Path(self.data).name or "data", self.model.replace("/", "-").replace(":", "-"), plan, self.describe_backward()]
+        return Path("runs") / "-".join(word for word in words if word)
+
+    def describe_backward(self) -> str:
+        """Return the overrides of the plan in one word."""
+        if self.exact:
+            return "exact"
+        size = f"patch{self.patch}" if self.patch is not None else f"grid{self.grid}" if self.grid is not None else ""
+        return size + ("lumped" if self.kernel == "lumped" else "")
+
+    def make_plan(self) -> Plan:
+        """Return the plan: a named one or a file's, with the overrides."""
+        last = LAST.fullmatch(self.plan)
+        if self.plan == "all":
+            plan = Plan.all()
+        elif self.plan == "head":
+            plan = Plan.last(0)
+        elif last:
+            plan = Plan.last(int(last[1]))
+        elif Path(self.plan).suffix.lower() in (".yaml", ".yml"):
+            plan = Plan.load(self.plan)
+        else:
+            raise SettingsError(
+                f"--plan is {self.plan!r}, which is no plan. Give 'all', 'head', 'last4' for the last four convolutions and the "
+                "classifier, or a file that ends in .yaml."
+            )
+        layers = {pattern: self.override(backward) for pattern, backward in plan.layers.items()}
+        return Plan(layers, plan.rest, self.batch_norm or plan.batch_norm)
+
+    def override(self, backward: Backward) -> Backward:
+        """Return a layer's choices as the settings change them."""
+        changes: dict[str, Any] = {"kernel": self.kernel} if self.kernel else {}
+        if self.patch is not None or self.grid is not None:
+            changes |= {"patch": self.patch, "grid": self.grid}
+        return dataclasses.replace(backward, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+
+    def find_changes(self, before: dict[str, Any]) -> list[str]:
+        """List the settings that differ from those of an earlier run, as far as they change what is computed."""
+        now = self.to_dict()
+        return [
+            f"--{key} was {before[key]}, now {now[key]}" for key in now if key not in MAY_CHANGE and before.get(key) != now[key]
+        ]
