@@ -321,8 +321,9 @@ def _call(function: Callable[..., Any], *args: Any, **choices: Any) -> Any:
     try:
         return function(*args, **choices)
     except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
         raise MissingExtraError(
-            f"this data set needs the package {error.name!r}, which is not installed. Install it with: pip install {error.name}"
+            f"this data set needs the package {package!r}, which is not installed. Install it with: pip install {package}"
         ) from error
     except Exception as error:
         # torchvision's own texts end in advice on its arguments, which are not ours.
