@@ -123,7 +123,7 @@ def draw_step_time(axes: "Axes", cost: Cost) -> None:
     """Draw the time of one step beside exact, and beside a forward pass alone."""
     times = {"this run": cost.step_seconds, "exact": cost.exact_step_seconds, "inference": cost.inference_seconds}
     _draw_bars(axes, times, duration)
-    axes.set_title(f"Time of a step: {ratio(cost.step_ratio)} exact")
+    axes.set_title(f"Time of a step: {ratio(cost.step_ratio)} exact" if math.isfinite(cost.step_ratio) else "Time of a step")
 
 
 class Kind(NamedTuple):
@@ -245,7 +245,7 @@ def _draw_bars(axes: "Axes", values: dict[str, float], text: Callable[[float], s
         axes.barh(row, value, height=0.62, **mark.bar())
     largest = max(numbers) or 1.0
     for row, value in enumerate(values.values()):
-        axes.text(numbers[row] + 0.02 * largest, row, text(value), va="center")
+        axes.text(numbers[row] + 0.02 * largest, row, text(value) if math.isfinite(value) else "not measured", va="center")
     axes.set_xlim(0, 1.3 * largest)
     axes.set_ylim(len(numbers) - 0.5, -0.5)
     axes.set_yticks(range(len(numbers)), list(values))

@@ -43,5 +43,7 @@ def _saved_bytes(cost: Cost | None) -> Fact:
 def _step_time(cost: Cost | None) -> Fact:
     if cost is None:
         return Fact("step time", NOTHING, "not measured")
+    if not math.isfinite(cost.step_ratio):
+        return Fact("step time", duration(cost.step_seconds), "exact not measured")
     times = f"{duration(cost.step_seconds)}, exact {duration(cost.exact_step_seconds)}"
     return Fact("step time", f"{ratio(cost.step_ratio)} exact", times)

@@ -18,8 +18,8 @@ def make_section(name: str, title: str, *content: str) -> str:
 
 def make_folded_section(name: str, title: str, *content: str) -> str:
     """Return a section that opens when its title is clicked."""
-    inside = "\n".join(filter(None, content))
-    return f'<section id="{name}">\n<details>\n<summary><h2>{title}</h2></summary>\n{inside}\n</details>\n</section>'
+    head, inside = f"<summary><h2>{title}</h2></summary>", "\n".join(filter(None, content))
+    return f'<section id="{name}">\n<details class="section">\n{head}\n{inside}\n</details>\n</section>'
 
 
 def make_figure_element(svg: str, caption: str = "", kind: str = "") -> str:

@@ -125,7 +125,7 @@ class Results:
         skipped: One line for each file that was not read, with the reason.
         environment: Versions, machine, seeds.
         weights_file: File name of the best weights, in the folder of the report.
-        loading: Python code that loads the weights without gradfilter; "" for code that reads them as a dictionary.
+        loading: Python code that loads the weights without gradfilter; "" for what fits the name of the model.
     """
 
     model: str
@@ -158,7 +158,8 @@ class Results:
             raise ResultsError(f"Results have {classes} classes but {wrong[0]}: give one for each class.")
         epochs = [epoch.epoch for epoch in self.history]
         if self.best_epoch not in epochs:
-            raise ResultsError(f"Results name {self.best_epoch} as the best epoch; their history has the epochs {epochs}.")
+            known = f"the epochs {epochs[0]} to {epochs[-1]}" if epochs else "no epochs"
+            raise ResultsError(f"Results name {self.best_epoch} as the best epoch; their history has {known}.")
 
     @property
     def best(self) -> Epoch:

@@ -37,7 +37,7 @@ def three_digits(number: float) -> str:
         return NOTHING
     if number and not 1e-4 <= abs(number) < 1e6:
         return f"{number:.3g}"
-    digits = 2 - math.floor(math.log10(abs(number))) if number else 0
+    digits = 2 - math.floor(math.log10(abs(float(f"{number:.3g}")))) if number else 0
     return f"{number:,.{min(max(digits, 0), 6)}f}"
 
 
