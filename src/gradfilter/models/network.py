@@ -87,7 +87,7 @@ def make_timm_entry(name: str, bare: str) -> Entry:
     config = import_extra("timm", f"Model {name!r}").get_pretrained_cfg(bare)
     published = config.has_weights
     where = f"timm's hub ({config.hf_hub_id or config.url})" if published else "none"
-    info = ModelInfo(name, max(config.input_size[1:]), config.mean, config.std, config.num_classes, where)
+    info = ModelInfo(name, max(config.input_size[1:]), config.mean, config.std, config.num_classes or None, where)
     return Entry(
         info,
         lambda classes: make_timm(bare, **({} if classes is None else {"num_classes": classes})),

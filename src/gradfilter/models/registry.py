@@ -25,7 +25,7 @@ class ModelInfo:
         resolution: Height and width of the images it was trained on, in pixels.
         mean: Per channel, to subtract from images in [0, 1].
         std: Per channel, to divide by afterwards.
-        classes: Number of outputs of the published weights; None where only building the model tells.
+        classes: Number of outputs of the published weights; None where it has none, or where only building it tells.
         weights_from: Where the published weights are found; "none" where nobody is known to publish them.
     """
 

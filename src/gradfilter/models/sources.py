@@ -40,7 +40,7 @@ def find_weights(entry: Entry, weights: str | os.PathLike[str]) -> Weights:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a weight file, by key; a `state_dict` inside is taken out of its wrapper. Nothing is unpickled."""
+    """Read the tensors of a weight file, by key; a state_dict is taken out of its wrapper. Nothing is unpickled."""
     if not path.is_file():
         raise WeightsError(f"Weight file '{path}' does not exist. Check the path; published weights are weights='pretrained'.")
     is_safe = path.suffix.lower() == ".safetensors"
@@ -53,7 +53,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"Weight file '{path}' cannot be read as {'safetensors' if is_safe else 'torch weights'} ({type(error).__name__}). "
             "It is damaged, or another kind of file: fetch it again."
         ) from error
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    state = content
+    for wrapper in ("state_dict", "model"):  # training scripts save one of these, among other things
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            state = content[wrapper]
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise WeightsError(
             f"Weight file '{path}' holds no state_dict (a mapping of names to tensors). Save one with "

@@ -33,13 +33,14 @@ def build_with_weights(entry: Entry, weights: Weights, classes: int | None) -> n
         WeightsError: One error that names every kind of misfit.
     """
     shapes = find_shapes(entry, None)
-    classifier = find_classifier(entry, shapes)
-    pairs = pair_keys(entry, list(shapes), weights.tensors)
+    others = find_other_shapes(entry, shapes)
+    classifier = [key for key, shape in others.items() if shape != shapes.get(key)]
+    pairs = pair_keys(entry, list(others), weights.tensors)
     held = [weights.tensors[pairs[key]] for key in classifier if pairs.get(key) in weights.tensors]
-    outputs = held[0].shape[0] if held and held[0].numel() else None
+    outputs = held[0].shape[0] if held and held[0].ndim and held[0].numel() else None
     if outputs is None:
         shapes = {key: shape for key, shape in shapes.items() if key not in classifier}
-    elif outputs != shapes[classifier[0]][0]:
+    else:
         shapes = find_shapes(entry, outputs)
     tensors = fit_tensors(entry, shapes, pairs, weights)
     if classifier and outputs is None and classes is None:
@@ -66,14 +67,13 @@ def build_shapes(entry: Entry, classes: int | None = None) -> nn.Module:
     return entry.build(classes)
 
 
-def find_classifier(entry: Entry, shapes: Shapes) -> list[str]:
-    """Return the keys of the tensors whose shape follows from the number of classes."""
+def find_other_shapes(entry: Entry, shapes: Shapes) -> Shapes:
+    """Return the shapes for another number of classes: those that differ are of the classifier, whatever it is called."""
     other = 1 + max((size for shape in shapes.values() for size in shape), default=0)
     try:
-        others = find_shapes(entry, other)
+        return find_shapes(entry, other)
     except GradFilterError:
-        return []  # a user's model without a classifier that could be replaced
-    return [key for key, shape in shapes.items() if others[key] != shape]
+        return shapes  # a user's model without a classifier that could be replaced
 
 
 def pair_keys(entry: Entry, own: list[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
