@@ -356,6 +356,37 @@ def test_mobilenet_features_of_a_package(features):
         make_model("torchvision/mobilenet_v2", weights="pretrained")
 
 
+# What the documents say
+
+
+def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
+    """Run docs/models.md as it stands, in a folder with the two files that it loads."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("efficientnet-lite0", "mobilenet_v2"):
+        folder = tmp_path / "runs" / f"pets-{name}"
+        folder.mkdir(parents=True)
+        trained = save(folder / "best.safetensors", make_model(name, classes=37, generator=seeded(1)))
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    _, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "gradfilter.models" not in second
+    names: dict[str, object] = {}
+    exec(second, names)
+    model = names["model"]
+    assert isinstance(model, nn.Module)
+    assert not differing(model, make_model("mobilenet_v2", weights=trained))
+
+
+@pytest.mark.usefixtures("features")
+def test_models_as_the_document_makes_them():
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    assert isinstance(names["model"], nn.Module)
+    assert count_outputs(names["model"]) == 37
+    for name in re.findall(r"`([a-z_/0-9.-]+)`", page.partition("## Names")[2].partition("| `package")[0]):
+        assert find_info(name)
+
+
 # What models expect
 
 
