@@ -43,7 +43,8 @@ def draw_accuracy(axes: "Axes", results: Results) -> None:
 def draw_learning_rate(axes: "Axes", results: Results) -> None:
     """Draw the learning rate of each epoch."""
     epochs = [epoch.epoch for epoch in results.history]
-    axes.plot(epochs, _finite([epoch.lr for epoch in results.history]), **_curve(results.history), color=LIGHT["muted"])
+    rates = _finite([epoch.lr for epoch in results.history])
+    axes.plot(epochs, rates, color=LIGHT["muted"], marker=_marker(results.history, "."), clip_on=False)
     axes.set_ylim(bottom=0)
     _set_epochs(axes, epochs)
     axes.set_title("Learning rate")
@@ -168,7 +169,8 @@ def _draw_curves(axes: "Axes", results: Results, train: list[float], held_out: l
     epochs = [epoch.epoch for epoch in results.history]
     for name, values, mark in (("training", train, EXACT), ("held out", held_out, RUN)):
         seen = any(map(math.isfinite, values))
-        style = {**mark.curve(), **_curve(results.history), "markerfacecolor": "none" if mark is EXACT else None}
+        style = {**mark.curve(), "marker": _marker(results.history, mark.marker)}
+        style["markerfacecolor"] = "none" if mark is EXACT else LIGHT[mark.colour]
         axes.plot(epochs, _finite(values), label=name if seen else f"{name}: no number", **style)
     best = held_out[epochs.index(results.best_epoch)]
     axes.axvline(results.best_epoch, color=LIGHT["muted"], linestyle=":", linewidth=1.2)
@@ -188,9 +190,9 @@ def _mark_missing(axes: "Axes", epochs: Sequence[int], series: Sequence[Sequence
         axes.axvspan(epoch - 0.5, epoch + 0.5, facecolor="none", edgecolor=LIGHT["line"], hatch="xx", linewidth=0, label=label)
 
 
-def _curve(history: Sequence[Epoch]) -> dict[str, Any]:
-    """Return the marker of a curve: with many epochs it would hide the line."""
-    return {"marker": ""} if len(history) > 30 else {}
+def _marker(history: Sequence[Epoch], marker: str) -> str:
+    """Return the marker, or none where there are so many epochs that markers would hide the line."""
+    return marker if len(history) <= 30 else ""
 
 
 def _finite(values: Sequence[float]) -> list[float]:
