@@ -1,7 +1,7 @@
 """Batches of images in a seeded order, from any place in it.
 
-Nothing random is kept between batches: the order of an epoch is a function of the seed and the epoch, what is done to an image a
-function of the seed, the view and the image. So a run can go on from any batch, and workers change nothing.
+Nothing random is kept between batches: the order of an epoch is a function of the seed and the epoch, what is done to an image
+a function of the seed, the view and the image. So a run can go on from any batch, and workers change nothing.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ def check_space(size: int, place: Place, folder: Path) -> None:
 def check_trunk(trunk: Trunk, images: Tensor) -> None:
     """Refuse a trunk that does not give each image the same result alone, again, and without the trunk having run."""
     try:
-        cut = trunk.compute(images)
-        whole = [x for x in cut]
+        whole = trunk.compute(images)
         again = trunk.compute(images)
         half = trunk.compute(images[: max(1, len(images) // 2)])
     except TrunkError as error:
@@ -168,7 +167,8 @@ def check_trunk(trunk: Trunk, images: Tensor) -> None:
     for x, twin, part in zip(whole, again, half, strict=True):
         if not torch.equal(x, twin):
             raise SettingsError(
-                "the frozen layers of this model give other results for the same images, so they cannot be cached. Use --cache off."
+                "the frozen layers of this model give other results for the same images, so they cannot be cached. Use "
+                "--cache off."
             )
         if not torch.allclose(x[: len(part)], part, rtol=TOLERANCE, atol=TOLERANCE * float(x.abs().max())):
             raise SettingsError(

@@ -1,13 +1,12 @@
 """Checkpoints: one safetensors file each, with everything that is no tensor as JSON in its header.
 
-One file, because two cannot be replaced in one step. Tensors are the model's own under its own names, so that the file loads into
+One file, because two cannot be replaced in one step. The model's tensors have their own names, so that the best weights load into
 a plain model; what else a run needs to go on has names that begin with "/", which no module name does.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +59,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], d
             about = json.loads((file.metadata() or {}).get(FORMAT, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint '{path}' cannot be read: {error}. It is damaged, or another kind of file.") from error
+        raise CheckpointError(
+            f"the checkpoint '{path}' cannot be read: {error}. It is damaged, or another kind of file."
+        ) from error
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise CheckpointError(
             f"'{path}' is no checkpoint of this version of gradfilter. Give a file that 'gradfilter train' has written; plain "
@@ -105,6 +106,6 @@ def check_folder(folder: Path, needed: int) -> None:
         ) from error
     if free < needed:
         raise CheckpointError(
-            f"the checkpoints need {needed / 1e6:.1f} MB, and the disk of '{os.fspath(folder)}' has {free / 1e6:.1f} MB free. Make "
+            f"the checkpoints need {needed / 1e6:.1f} MB, and the disk of '{folder}' has {free / 1e6:.1f} MB free. Make "
             "room, or give a folder on another disk with --out."
         )

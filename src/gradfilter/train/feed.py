@@ -1,10 +1,10 @@
-"""What the training loop takes its batches from: images through the whole model, or cached cuts through the part behind them."""
+"""What the training loop takes its batches from: images for the whole model, or cached cuts for the part behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gradfilter.data import ImageSet, Transform
 from gradfilter.errors import SettingsError
 from gradfilter.train.batches import Rows, load, seeded
 from gradfilter.train.cache import Cache, Place, build_cache, make_key
-from gradfilter.train.trunk import Record, Spec, Trunk, TrunkError
+from gradfilter.train.trunk import Record, Trunk, TrunkError
 
 
 @dataclass
@@ -59,14 +59,16 @@ class Feed:
         return images.to(self.device)
 
     def keep(self, place: Place, folder: Path, tell: Callable[[str], None]) -> None:
-        """Compute what the frozen layers make of every image and view, or find it on disk, and take it from there from now on."""
+        """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
         self.trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
         count = views * len(self.images)
         first = self.make_input(self.batch)
         with self.mode(), untouched(self.model):
             record = self.find_record(first)
-            key = make_key(self.trunk, record, self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}")
+            key = make_key(
+                self.trunk, record, self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
+            )
             batches = torch.arange(count).split(self.batch)
             images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
             self.cache = build_cache(self.trunk, images, first, count, place=place, folder=folder, key=key, tell=tell)
@@ -94,7 +96,7 @@ class Feed:
 
     def run_cut(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches that run from the cut."""
-        assert self.cache is not None and self.trunk is not None
+        assert self.cache is not None
         for rows in batches:
             record = self.get_record(len(rows))
             cut = [x.to(self.device) for x in self.cache.read(rows)]

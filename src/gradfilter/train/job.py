@@ -44,6 +44,7 @@ class Job:
         train: Batches to train on.
         val: Batches held out.
         watch: Is told what happens.
+        saved_bytes: What autograd holds for a batch, once measured.
     """
 
     settings: Settings
@@ -56,6 +57,7 @@ class Job:
     train: Feed
     val: Feed
     watch: Watch
+    saved_bytes: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,18 +100,13 @@ class Job:
 
 
 def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
-    """Make a run from its settings; everything that can be found wrong before training is found here."""
+    """Make a run from its settings, which are filled in; what can be found wrong before training is found here."""
     folder = settings.folder
+    for package in ("matplotlib", "torchmetrics", "safetensors.torch"):  # not after hours of training
+        import_extra(package, "gradfilter train")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     plan = settings.make_plan()
-    info = find_info(settings.model)
-    settings = dataclasses.replace(
-        settings,
-        resolution=settings.resolution or info.resolution,
-        mean=settings.mean or info.mean,
-        std=settings.std or info.std,
-    )
     data = choose_images(settings, watch, data)
     model = make_trained_model(settings, plan, data.train)
     size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 2) for p in model.parameters())
@@ -122,6 +119,17 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
         for feed in (train, val):
             feed.keep(settings.cache, Path(settings.cache_folder or folder / "cache"), watch.tell)
     return job
+
+
+def fill_in(settings: Settings) -> Settings:
+    """Return the settings with what is not said taken from the model."""
+    info = find_info(settings.model)
+    return dataclasses.replace(
+        settings,
+        resolution=settings.resolution or info.resolution,
+        mean=settings.mean or info.mean,
+        std=settings.std or info.std,
+    )
 
 
 def choose_images(settings: Settings, watch: Watch, data: Data | None) -> Data:
@@ -209,7 +217,9 @@ def make_fabric(settings: Settings, folder: Path) -> Any:
 
 def make_feeds(settings: Settings, data: Data, model: nn.Module, device: torch.device) -> tuple[Feed, Feed]:
     """Return the batches to train on, and those held out."""
-    assert settings.resolution is not None and settings.mean is not None and settings.std is not None
+    assert settings.resolution is not None
+    assert settings.mean is not None
+    assert settings.std is not None
     augmented, plain = make_transforms(
         settings.resolution, settings.mean, settings.std, settings.augment, flips=data.train.flips
     )

@@ -75,5 +75,3 @@ def make_sample(feed: Feed, index: int, predicted: int, confidence: float) -> Sa
     image = feed.images.read(index)
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     return Sample(feed.images.names[index], feed.images.labels[index], predicted, confidence, image)
-
-

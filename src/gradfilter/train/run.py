@@ -13,20 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 import yaml
 
 from gradfilter.cost import measure_saved_bytes
-from gradfilter.environment import find_environment
 from gradfilter.data import Data
+from gradfilter.environment import find_environment
 from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
 from gradfilter.report import Epoch, Results, write_report
 from gradfilter.train.batches import STEP, seeded, shuffle
-from gradfilter.train.checkpoint import RUN, load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
+from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import untouched
-from gradfilter.train.job import Job, prepare
+from gradfilter.train.job import Job, fill_in, prepare
 from gradfilter.train.judge import Judged, find_samples, judge
 from gradfilter.train.measure import measure_cost
 from gradfilter.train.settings import Settings
@@ -38,7 +37,7 @@ REPORTS = "report.html", "report.png"
 """Files of a run's folder."""
 
 
-class Interrupted(GradFilterError, RuntimeError):
+class InterruptedRunError(GradFilterError, RuntimeError):
     """Report a run that was stopped from outside, after its checkpoint was written."""
 
 
@@ -98,18 +97,19 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     (best.safetensors, which loads into a plain model), the last checkpoint, results.json and the report.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
+        InterruptedRunError: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
         GradFilterError: Anything else that a user can mend, as the text says.
     """
     watch = watch or Watch()
+    settings = fill_in(settings)
     check_run(settings)
     job = prepare(settings, watch, data)
     state = restore(job) if settings.resume else State()
     write_config(job)
     job.model.train()
     with untouched(job.model):
-        saved = measure_saved_bytes(job.model, job.train.make_input(job.settings.batch))
-    watch.tell(f"{describe_size(job)}; autograd holds {saved / 1e6:.1f} MB for a batch of {job.settings.batch}")
+        job.saved_bytes = measure_saved_bytes(job.model, job.train.make_input(job.settings.batch))
+    watch.tell(describe_size(job))
     best: Judged | None = None
     with interruptible() as stop:
         while state.epoch < job.settings.epochs:
@@ -147,7 +147,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         if stop or (settings.save_every and (step + 1) % settings.save_every == 0):
             save(job, state)
         if stop:
-            raise Interrupted(f"stopped in epoch {state.epoch + 1} after {state.batch} of {job.batches} batches")
+            raise InterruptedRunError(f"stopped in epoch {state.epoch + 1} after {state.batch} of {job.batches} batches")
 
 
 def finish_epoch(job: Job, state: State) -> Judged | None:
@@ -226,13 +226,24 @@ def check_run(settings: Settings) -> None:
     started = last.exists() or (settings.folder / CONFIG).exists()
     if settings.resume and not started:
         raise SettingsError(
-            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave --resume out "
-            "to start one."
+            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave --resume "
+            "out to start one."
         )
     if started and not settings.resume and not settings.overwrite:
         raise SettingsError(
             f"the folder '{settings.folder}' holds a run already. Go on with it (--resume), replace it (--overwrite), or give "
             "another folder (--out)."
+        )
+    if settings.resume and last.exists():
+        refuse_changes(settings, settings.find_changes(load_checkpoint(last)[2]["settings"]))
+
+
+def refuse_changes(settings: Settings, changes: list[str]) -> None:
+    """Refuse to go on with a run that would not be the same one."""
+    if changes:
+        raise SettingsError(
+            f"the run in '{settings.folder}' cannot be resumed: {'; '.join(changes)}. Give what it was started with (--config "
+            f"{settings.folder / CONFIG}), or another --out."
         )
 
 
@@ -246,7 +257,9 @@ def write_config(job: Job) -> None:
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
     except OSError as error:
-        raise CheckpointError(f"cannot write to '{job.folder}': {error.strerror or error}. Give another folder with --out.") from error
+        raise CheckpointError(
+            f"cannot write to '{job.folder}': {error.strerror or error}. Give another folder with --out."
+        ) from error
 
 
 def save(job: Job, state: State) -> None:
@@ -267,16 +280,8 @@ def restore(job: Job) -> State:
     if not path.exists():
         return State()
     weights, extra, about = load_checkpoint(path)
-    changes = job.settings.find_changes(about["settings"])
-    if about["plan"] != job.plan.to_yaml():
-        changes.append("the plan is another one")
-    if about["data"] != job.fingerprint:
-        changes.append("the training images are not the same any more")
-    if changes:
-        raise SettingsError(
-            f"the run in '{job.folder}' cannot be resumed with other settings: {'; '.join(changes)}. Give the same ones (--config "
-            f"{job.folder / CONFIG}), or another --out."
-        )
+    is_new = {"the plan": about["plan"] != job.plan.to_yaml(), "the training images": about["data"] != job.fingerprint}
+    refuse_changes(job.settings, [f"{what} changed" for what, changed in is_new.items() if changed])
     job.model.load_state_dict(weights)
     unpack_optimizer_(job.optimizer, extra)
     return State.from_dict(about["state"])
@@ -307,7 +312,8 @@ def interruptible() -> Iterator[list[int]]:
 def describe_size(job: Job) -> str:
     """Return one line on what is trained."""
     trained, total = sum(p.numel() for p in job.trained), sum(p.numel() for p in job.model.parameters())
-    return f"{job.settings.model}: {trained:,} of {total:,} parameters trained"
+    held = f"autograd holds {job.saved_bytes / 1e6:.1f} MB for a batch of {job.settings.batch}"
+    return f"{job.settings.model}: {trained:,} of {total:,} parameters trained; {held}"
 
 
 def describe_step(job: Job, state: State) -> Step:
@@ -322,6 +328,7 @@ def describe_step(job: Job, state: State) -> Step:
         loss=state.loss / state.images,
         accuracy=state.right / state.images,
         images_per_second=state.images / max(state.seconds, 1e-9),
+        saved_bytes=job.saved_bytes,
         seconds_left=past / done * (job.settings.epochs * job.batches - done),
     )
 
@@ -330,6 +337,6 @@ def explain_divergence(job: Job, state: State) -> str:
     """Return the error text for a loss that is no number."""
     kept = f"The checkpoint before it is in '{job.folder}'. " if (job.folder / LAST).exists() else ""
     return (
-        f"the loss is no finite number any more, in epoch {state.epoch + 1}, batch {state.batch}. {kept}Start again with a lower "
-        f"--lr (now {job.settings.lr}), a --warmup, or a smaller --clip (now {job.settings.clip})."
+        f"the loss is no finite number any more, in epoch {state.epoch + 1}, batch {state.batch}. {kept}Start again with a "
+        f"lower --lr (now {job.settings.lr}), a --warmup, or a smaller --clip (now {job.settings.clip})."
     )

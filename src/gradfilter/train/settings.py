@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +22,10 @@ BatchNorm = Literal["eval", "train", "frozen"]
 Precision = Literal["32-true", "bf16-mixed"]
 Triple = tuple[float, float, float]
 
-MAY_CHANGE = frozenset("resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure tensorboard".split())
+MAY_CHANGE = frozenset(
+    "resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure "
+    "tensorboard".split()
+)
 """Settings that a resumed run may have otherwise than the run it goes on with: they do not change what is computed."""
 LAST = re.compile(r"last ?(\d+)")
 
@@ -143,7 +147,7 @@ class Settings:
             wrong.append("--resume goes on with the run that --overwrite replaces: give one")
         if self.cache != "off" and self.augment != "none" and self.views is None:
             wrong.append(
-                f"--cache {self.cache} keeps what frozen layers make of an image, but --augment {self.augment} makes a new image "
+                f"--cache {self.cache} keeps what frozen layers make of an image, but --augment {self.augment} makes a new one "
                 "each epoch: give --views 4 for four views of each in turn, or --augment none"
             )
         if wrong:
@@ -151,11 +155,23 @@ class Settings:
 
     def find_out_of_range(self) -> list[str]:
         """List the numbers that cannot be."""
-        least = {"epochs": 1, "batch": 1, "parts": 1, "part": 0, "shards": 1, "views": 1, "limit": 2, "save_every": 1, "val_every": 1}
+        least = {
+            "epochs": 1,
+            "batch": 1,
+            "parts": 1,
+            "part": 0,
+            "shards": 1,
+            "views": 1,
+            "limit": 2,
+            "save_every": 1,
+            "val_every": 1,
+        }
         least |= {"workers": 0, "threads": 1, "seed": 0, "resolution": 1}
         least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0}
         values = {name: value for name in least if (value := getattr(self, name)) is not None}
-        wrong = [f"--{name} is {value}, but at least {least[name]}" for name, value in values.items() if not value >= least[name]]
+        wrong = [
+            f"--{name} is {value}, but at least {least[name]}" for name, value in values.items() if not value >= least[name]
+        ]
         wrong += [f"--{name} is {value}, which is no finite number" for name, value in values.items() if math.isinf(value)]
         if not 0 < self.val_share < 1:
             wrong.append(f"--val_share is {self.val_share}, but between 0 and 1")
@@ -166,7 +182,9 @@ class Settings:
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
-        choices |= {name: kind for name, kind in (("kernel", Kernel), ("batch_norm", BatchNorm)) if getattr(self, name) is not None}
+        choices |= {
+            name: kind for name, kind in (("kernel", Kernel), ("batch_norm", BatchNorm)) if getattr(self, name) is not None
+        }
         return [
             f"--{name} is {value!r}, but one of {', '.join(get_args(kind))}"
             for name, kind in choices.items()
@@ -202,8 +220,8 @@ class Settings:
             plan = Plan.load(self.plan)
         else:
             raise SettingsError(
-                f"--plan is {self.plan!r}, which is no plan. Give 'all', 'head', 'last4' for the last four convolutions and the "
-                "classifier, or a file that ends in .yaml."
+                f"--plan is {self.plan!r}, which is no plan. Give 'all', 'head', 'last4' for the last four convolutions and "
+                "the classifier, or a file that ends in .yaml."
             )
         layers = {pattern: self.override(backward) for pattern, backward in plan.layers.items()}
         return Plan(layers, plan.rest, self.batch_norm or plan.batch_norm)
@@ -218,6 +236,17 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Settings:
+        """Return the settings from plain data, as `to_dict` gives them or a YAML file has them."""
+        unknown = data.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise SettingsError(
+                f"there is no setting {', '.join(map(repr, sorted(unknown)))}. 'gradfilter train --help' lists them."
+            )
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**values)
 
     def find_changes(self, before: dict[str, Any]) -> list[str]:
         """List the settings that differ from those of an earlier run, as far as they change what is computed."""

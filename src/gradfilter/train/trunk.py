@@ -169,7 +169,9 @@ class Recorder(TorchFunctionMode):
             if key in self.read:
                 raise TrunkError(f"{name_of(call.function)} changes an activation in place that trained layers have read")
             if key not in self.base:
-                raise TrunkError(f"{name_of(call.function)} changes a tensor in place that is no activation of the frozen layers")
+                raise TrunkError(
+                    f"{name_of(call.function)} changes a tensor in place that is no activation of the frozen layers"
+                )
             self.written[key] = index
         if changed:
             same = [i for i in changed if any(given[i] is x for x in made)]
@@ -190,7 +192,9 @@ class Recorder(TorchFunctionMode):
             index, tensor = self.base[key]
             spec = Spec.of(tensor)
             if spec.shape[:1] != tuple(images.shape[:1]) or spec.order[:1] != (0,):
-                raise TrunkError(f"a trained layer reads a tensor of shape {list(spec.shape)}, which has no share for each image")
+                raise TrunkError(
+                    f"a trained layer reads a tensor of shape {list(spec.shape)}, which has no share for each image"
+                )
             record.cut.append(spec)
             record.ready.setdefault(self.written.get(key, index), []).append(place)
             if index < 0:

@@ -25,6 +25,7 @@ class Step:
         loss: Mean over the epoch so far.
         accuracy: Share of training images classified rightly, over the epoch so far.
         images_per_second: Over the epoch so far.
+        saved_bytes: What autograd holds for a batch, measured when the run began.
         seconds_left: Of the whole run, estimated.
     """
 
@@ -35,6 +36,7 @@ class Step:
     loss: float
     accuracy: float
     images_per_second: float
+    saved_bytes: int
     seconds_left: float
 
 

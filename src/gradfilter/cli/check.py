@@ -1,11 +1,10 @@
-"""The command line `gradfilter`: one function per sub-command, and the table that names them."""
+"""`gradfilter check`: does it work for this model?"""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,27 +26,14 @@ MODEL_HELP = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command; return 0, 1 where what it checks is not right, or 2 for an error."""
-    parser = argparse.ArgumentParser(
-        prog="gradfilter", description="Forward at pixel resolution, backward at patch resolution."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (add_arguments, run) in COMMANDS.items():
-        summary = (run.__doc__ or "").partition("\n")[0]
-        sub = commands.add_parser(name, help=summary, description=summary)
-        add_arguments(sub)
-        sub.set_defaults(run=run)
-    args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except GradFilterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(argv: list[str]) -> int:
+    """Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves."""
+    return check(make_parser().parse_args(argv))
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+def make_parser() -> argparse.ArgumentParser:
     """Say what `gradfilter check` takes."""
+    parser = argparse.ArgumentParser(prog="gradfilter check", description=run.__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan in YAML, instead of the options below")
     parser.add_argument(
@@ -61,10 +47,11 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift)")
     parser.add_argument("--pixels", type=int, default=224, metavar="N", help="side of the random images (default: 224)")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="number of random images (default: 2)")
+    return parser
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves."""
+    """Do as the options say."""
     plan = make_plan(args)
     if args.pixels < 1 or args.batch < 1:
         raise InputError(
@@ -168,9 +155,3 @@ def explain_failure(images: Tensor, where: str) -> Iterator[None]:
         raise GradFilterError(
             f"the model fails on images of shape {list(images.shape)} {where}. It says {type(error).__name__}: {error}"
         ) from error
-
-
-COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "check": (add_check_arguments, check),
-}
-"""Sub-commands by name: what adds their arguments, and what runs them."""

@@ -1,0 +1,23 @@
+"""`gradfilter data`: what can be trained on?"""
+
+from __future__ import annotations
+
+import argparse
+
+from gradfilter.bench.report import make_table
+from gradfilter.data.sets import find_root, find_sets
+
+
+def run(argv: list[str]) -> int:
+    """List the data sets that 'train --data' knows."""
+    argparse.ArgumentParser(prog="gradfilter data", description=run.__doc__).parse_args(argv)
+    rows = [
+        (info.name, info.classes, ", ".join(f"{part} {count:,}" for part, count in info.counts.items()), info.source)
+        for info in find_sets().values()
+    ]
+    print("\n".join(make_table(("data", "classes", "images", "from"), rows)))
+    print(
+        f"\nThey are looked for in {find_root()} (or --root), and fetched with --download. Or give a folder of your own, with "
+        "one folder per class."
+    )
+    return 0

@@ -1,0 +1,28 @@
+"""`gradfilter models`: what can be trained?"""
+
+from __future__ import annotations
+
+import argparse
+
+from gradfilter.bench.report import make_table
+from gradfilter.models.listing import list_models
+
+
+def run(argv: list[str]) -> int:
+    """List models, their parameters, and where weights come from."""
+    parser = argparse.ArgumentParser(prog="gradfilter models", description=run.__doc__)
+    parser.add_argument(
+        "pattern", nargs="?", metavar="PATTERN", help="also search torchvision and timm, e.g. 'mobilenet*' or 'timm/*lite*'"
+    )
+    args = parser.parse_args(argv)
+    rows = [
+        (row.name, f"{row.parameters:,}" if row.parameters is not None else "–", row.resolution, row.weights_from)
+        for row in list_models(args.pattern)
+    ]
+    print("\n".join(make_table(("model", "parameters", "pixels", "pretrained weights"), rows)))
+    if args.pattern is None:
+        print(
+            "\nAny model of timm and torchvision works by its name: 'gradfilter models PATTERN' finds them; a model of your own "
+            "as module:function."
+        )
+    return 0

@@ -1,0 +1,95 @@
+"""What a run shows: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import IO, Any
+
+from gradfilter.models.extras import import_extra
+from gradfilter.report import Epoch
+from gradfilter.train.watch import Step, Watch
+
+QUIET = 30.0
+"""Seconds between two plain lines within an epoch."""
+
+
+def make_screen(stream: IO[str]) -> Lines:
+    """Return what fits the stream."""
+    return Bar(stream) if stream.isatty() else Lines(stream)
+
+
+class Lines(Watch):
+    """Plain lines: one for each epoch, and within a long one, one every half a minute."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        """Write to a stream."""
+        self.stream = stream
+        self.said = time.monotonic()
+
+    def tell(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self.stream, flush=True)
+        self.said = time.monotonic()
+
+    def step(self, step: Step) -> None:
+        """Write a line where there was none for long."""
+        if time.monotonic() - self.said > QUIET:
+            self.tell(f"epoch {step.epoch} of {step.epochs}, batch {step.batch} of {step.batches}: {describe(step)}")
+
+    def epoch(self, epoch: Epoch, epochs: int, is_best: bool) -> None:
+        """Write what came of an epoch."""
+        held_out = "" if epoch.val_accuracy != epoch.val_accuracy else f", held out {epoch.val_accuracy:.1%}"
+        self.tell(
+            f"epoch {epoch.epoch} of {epochs}: loss {epoch.train_loss:.3f}, accuracy {epoch.train_accuracy:.1%}{held_out}"
+            f"{' (best)' if is_best else ''}, {epoch.images_per_second:.0f} images/s, {format_time(epoch.seconds)}"
+        )
+
+    def close(self) -> None:
+        """End what is on the screen."""
+
+
+class Bar(Lines):
+    """A progress bar for the epoch at work, and a line for each that is done."""
+
+    bar: Any = None
+
+    def tell(self, text: str) -> None:
+        """Write a line above the bar."""
+        self.close()
+        super().tell(text)
+
+    def step(self, step: Step) -> None:
+        """Move the bar."""
+        if self.bar is None:
+            tqdm = import_extra("tqdm", "The progress bar")
+            self.bar = tqdm.tqdm(
+                total=step.batches,
+                file=self.stream,
+                desc=f"epoch {step.epoch}/{step.epochs}",
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}",
+                leave=False,
+                dynamic_ncols=True,
+            )
+        self.bar.set_postfix_str(describe(step), refresh=False)
+        self.bar.update(step.batch - self.bar.n)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def describe(step: Step) -> str:
+    """Return a step's figures in one line."""
+    return (
+        f"loss {step.loss:.3f}, accuracy {step.accuracy:.1%}, {step.images_per_second:.0f} images/s, "
+        f"{step.saved_bytes / 1e6:.1f} MB held, {format_time(step.seconds_left)} left"
+    )
+
+
+def format_time(seconds: float) -> str:
+    """Return a duration for reading."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
