@@ -104,7 +104,9 @@ def test_damage_anywhere_is_reported_as_such(tmp_path_factory, data):
 def test_a_file_that_goes_away_is_named(tmp_path):
     data = load_data(str(make_files(tmp_path, TWO)))
     (tmp_path / data.train.names[0]).unlink()
-    with pytest.raises(DataError, match=r"cat/\d+\.png: No such file or directory\. It could be read before"):
+    with pytest.raises(
+        DataError, match=r"cat/\d+\.png: No such file or directory\. Put the file right, or remove it, and start again"
+    ):
         data.train.read(0)
 
 

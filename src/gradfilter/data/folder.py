@@ -106,14 +106,13 @@ def _check_same_classes(folder: Path, found: dict[str, Stamps]) -> None:
 
 
 def _make_set(folder: Path, part: str, stamps: Stamps) -> ImageSet:
-    classes = tuple(sorted(stamps))
+    classes = tuple(stamps)
     rows = [
         (os.path.relpath(path, folder), stamp, label)
         for label, name in enumerate(classes)
         for path, stamp in stamps[name].items()
     ]
-    # Sorted by name: how the file system lists them does not matter.
-    files, found, labels = (tuple(column) for column in zip(*sorted(rows), strict=True))
+    files, found, labels = (tuple(column) for column in zip(*rows, strict=True))
     name = folder.resolve().name
     names = tuple(file.replace(os.sep, "/") for file in files)
     return ImageSet(f"{name}/{part}" if part else name, classes, labels, names, FileReader(folder, files, found))
@@ -132,7 +131,7 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder by name, without hidden entries."""
+    """List a folder without hidden entries, sorted by name: how the file system lists it does not matter."""
     try:
         with os.scandir(folder) as entries:
             return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)

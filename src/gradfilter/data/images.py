@@ -101,9 +101,7 @@ class FileReader:
         try:
             return read_rgb(path)
         except DataError as error:
-            raise DataError(
-                f"{path}: {error}. It could be read before; has the data changed? Start again to check it."
-            ) from error
+            raise DataError(f"{path}: {error}. Put the file right, or remove it, and start again.") from error
 
     def identify(self, index: int) -> str:
         """Tell the contents of one file from another."""
