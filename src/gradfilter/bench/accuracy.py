@@ -114,9 +114,9 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
         report.rows.append((method, f"{mean:.2f}", f"{100 * low:.2f}–{100 * high:.2f}", *paired, *describe_cost(runs, results)))
     report.remarks = [
         f"{trained} training images, the same for every method ({depth.epochs} epochs, SGD, momentum 0.9, learning rate "
-        f"{depth.lr} falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval mode, no "
-        f"augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same for "
-        "every method.",
+        f"{depth.lr}, falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval, "
+        f"no augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same "
+        "for every method.",
         f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. The standard error is "
         "that of the difference to exact, paired by seed.",
         f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, trunk "

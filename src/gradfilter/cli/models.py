@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     print("\n".join(make_table(("model", "parameters", "pixels", "pretrained weights"), rows)))
     if args.pattern is None:
         print(
-            "\nAny model of timm and torchvision works by its name: 'gradfilter models PATTERN' finds them; a model of your own "
-            "as module:function."
+            "\nAny model of timm and torchvision works by its name: 'gradfilter models PATTERN' finds them; a model of your "
+            "own as module:function."
         )
     return 0

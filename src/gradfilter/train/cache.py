@@ -9,18 +9,19 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
-from gradfilter.train.trunk import Record, Spec, Trunk, TrunkError
+from gradfilter.train.batches import seeded
+from gradfilter.train.trunk import Record, Spec, Trunk, TrunkError, find_tensors
 
 Place = Literal["off", "memory", "disk"]
 TOLERANCE = 1e-4
-"""How far, relatively, the output from the cut may be from that of a whole forward pass with another size of batch."""
+"""How far, relatively, results may be from each other that should be the same: another size of batch sums in another order."""
 
 
 class CacheError(GradFilterError, RuntimeError):
@@ -157,20 +158,30 @@ def check_space(size: int, place: Place, folder: Path) -> None:
 
 
 def check_trunk(trunk: Trunk, images: Tensor) -> None:
-    """Refuse a trunk that does not give each image the same result alone, again, and without the trunk having run."""
+    """Refuse a trunk whose cut is not a function of each image alone, or from which the model does not give its own output."""
     try:
-        whole = trunk.compute(images)
-        again = trunk.compute(images)
-        half = trunk.compute(images[: max(1, len(images) // 2)])
+        cut, again = trunk.compute(images), trunk.compute(images)
+        part = trunk.compute(images[: max(1, len(images) // 2)])
+        with torch.no_grad(), seeded(0):
+            output = trunk.run(trunk.find_record(images), cut)
+        with torch.no_grad(), seeded(0):
+            expected = trunk.model(images)
     except TrunkError as error:
-        raise SettingsError(f"the frozen layers of this model cannot be cached: {error}. Use --cache off.") from error
-    for x, twin, part in zip(whole, again, half, strict=True):
-        if not torch.equal(x, twin):
-            raise SettingsError(
-                "the frozen layers of this model give other results for the same images, so they cannot be cached. Use "
-                "--cache off."
-            )
-        if not torch.allclose(x[: len(part)], part, rtol=TOLERANCE, atol=TOLERANCE * float(x.abs().max())):
-            raise SettingsError(
-                "the frozen layers of this model mix the images of a batch, so they cannot be cached. Use --cache off."
-            )
+        refuse_trunk(str(error))
+    for x, twin, fewer in zip(cut, again, part, strict=True):
+        if not is_close(x, twin):
+            refuse_trunk("they give other results for the same images")
+        if not is_close(x[: len(fewer)], fewer):
+            refuse_trunk("they mix the images of a batch")
+    if not all(is_close(x, y) for x, y in zip(find_tensors(output), find_tensors(expected), strict=True)):
+        refuse_trunk("they compute something by other means than torch functions")
+
+
+def is_close(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two results are the same but for rounding."""
+    return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(y.abs().max()))
+
+
+def refuse_trunk(reason: str) -> NoReturn:
+    """Raise the error for a model whose trunk cannot be cached."""
+    raise SettingsError(f"the frozen layers of this model cannot be cached: {reason}. Use --cache off.")

@@ -1,7 +1,7 @@
 """Checkpoints: one safetensors file each, with everything that is no tensor as JSON in its header.
 
-One file, because two cannot be replaced in one step. The model's tensors have their own names, so that the best weights load into
-a plain model; what else a run needs to go on has names that begin with "/", which no module name does.
+One file, because two cannot be replaced in one step. The model's tensors have their own names, so that the best weights load
+into a plain model; what else a run needs to go on has names that begin with "/", which no module name does.
 """
 
 from __future__ import annotations

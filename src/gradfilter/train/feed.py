@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.data import ImageSet, Transform
-from gradfilter.errors import SettingsError
 from gradfilter.train.batches import Rows, load, seeded
-from gradfilter.train.cache import Cache, Place, build_cache, make_key
+from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.trunk import Record, Trunk, TrunkError
 
 
@@ -79,7 +78,7 @@ class Feed:
         try:
             return self.trunk.find_record(images)
         except TrunkError as error:
-            raise SettingsError(f"the frozen layers of this model cannot be cached: {error}. Use --cache off.") from error
+            refuse_trunk(str(error))
 
     def run(self, order: Tensor, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches of images in this order, from batch number `start`: labels, and a function that runs the model."""

@@ -147,7 +147,7 @@ def choose_images(settings: Settings, watch: Watch, data: Data | None) -> Data:
         partition = find_partition(settings, train)
         for i, kl in enumerate(partition.kl_divergence()):
             mine = " (trained on)" if i == settings.part else ""
-            watch.tell(f"part {i} of {settings.parts}: {len(partition.parts[i])} images, KL divergence {kl:.3f}{mine}")
+            watch.tell(f"part {i} of {len(partition.parts)}: {len(partition.parts[i])} images, KL divergence {kl:.3f}{mine}")
         train = train.select(partition.parts[settings.part])
     if settings.limit is not None and settings.limit < len(train):
         train = train.select(draw_evenly(train, settings.limit, settings.seed))
@@ -165,7 +165,12 @@ def find_partition(settings: Settings, images: ImageSet) -> Any:
     from gradfilter.data.partition import Partition, make_partition
 
     if settings.partition is not None and Path(settings.partition).exists():
-        return Partition.load(settings.partition, images)
+        partition = Partition.load(settings.partition, images)
+        if settings.part >= len(partition.parts):
+            raise SettingsError(
+                f"--part {settings.part} is none of the {len(partition.parts)} parts in '{settings.partition}', which count from 0."
+            )
+        return partition
     partition = make_partition(images, settings.parts, shards=settings.shards, seed=settings.seed)
     if settings.partition is not None:
         partition.save(settings.partition)

@@ -34,8 +34,10 @@ def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -
     twin = copy.deepcopy(model).train()
     with untouched(exact), untouched(twin):
         saved, exact_saved = measure_saved_bytes(twin, images), predict_saved_bytes(exact, images)
+        fits = exact_saved < MOST_SHARE * find_free_memory()
         runs = {"step": lambda: time_step(twin, images, labels), "inference": lambda: time_inference(twin, images)}
-        if exact_saved < MOST_SHARE * find_free_memory():
+        if fits:
+            exact_saved = measure_saved_bytes(exact, images)
             runs["exact"] = lambda: time_step(exact, images, labels)
         times = take_turns(runs, ROUNDS)
     ratio = [a / b for a, b in zip(times["step"], times.get("exact", []), strict=False)]

@@ -226,8 +226,8 @@ def check_run(settings: Settings) -> None:
     started = last.exists() or (settings.folder / CONFIG).exists()
     if settings.resume and not started:
         raise SettingsError(
-            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave --resume "
-            "out to start one."
+            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave "
+            "--resume out to start one."
         )
     if started and not settings.resume and not settings.overwrite:
         raise SettingsError(

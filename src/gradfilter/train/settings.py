@@ -1,4 +1,4 @@
-"""All that can be said about a training run: one frozen dataclass, which becomes the flags of `gradfilter train` and its YAML."""
+"""All that can be said about a training run: one frozen dataclass, of which the flags of `gradfilter train` are made."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Settings:
         wrong = [*self.find_out_of_range(), *self.find_unknown()]
         if self.patch is not None and self.grid is not None:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
-        if self.part >= self.parts:
+        if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
         if self.shards is not None and self.parts == 1:
             wrong.append("--shards cuts parts out of shards, but --parts is 1: say how many parts")

@@ -43,17 +43,19 @@ class Spec:
         shape: With the batch in front.
         dtype: Of its numbers.
         order: Its axes, from the largest stride to the smallest, so that a copy can be given the same layout in memory.
+        device: Where it is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...]
+    device: torch.device = field(repr=False)  # a cache is the same wherever it was computed
 
     @classmethod
     def of(cls, x: Tensor) -> Spec:
         """Return the spec of a tensor."""
         axes = range(x.dim())
-        return cls(tuple(x.shape), x.dtype, tuple(sorted(axes, key=lambda axis: (-x.stride(axis), axis))))
+        return cls(tuple(x.shape), x.dtype, tuple(sorted(axes, key=lambda axis: (-x.stride(axis), axis))), x.device)
 
     @property
     def bytes(self) -> int:
@@ -64,7 +66,7 @@ class Spec:
     def placeholder(self) -> Tensor:
         """Return a tensor that looks the same and has no data: what reads it by mistake reads NaN."""
         value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=self.dtype).expand(self.shape)
+        return torch.full((), value, dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 @dataclass
