@@ -168,7 +168,8 @@ def find_partition(settings: Settings, images: ImageSet) -> Any:
         partition = Partition.load(settings.partition, images)
         if settings.part >= len(partition.parts):
             raise SettingsError(
-                f"--part {settings.part} is none of the {len(partition.parts)} parts in '{settings.partition}', which count from 0."
+                f"--part {settings.part} is none of the {len(partition.parts)} parts in '{settings.partition}', which count "
+                "from 0. Give another one."
             )
         return partition
     partition = make_partition(images, settings.parts, shards=settings.shards, seed=settings.seed)
