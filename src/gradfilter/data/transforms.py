@@ -131,7 +131,7 @@ def _draw_shift(most: int) -> int:
 
 def _normalise(image: "Image", mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
     """Make a contiguous float tensor of (pixel / 255 - mean) / std."""
-    # In numpy, which has no threads: those of torch cost more than so small a task, and far more where other work keeps cores busy.
+    # In numpy, without threads: those of torch cost more than so small a task takes, and far more where cores are busy.
     pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).astype(np.float32)
     shift, scale = (np.array([255 * value for value in values], np.float32).reshape(3, 1, 1) for values in (mean, std))
     pixels -= shift
