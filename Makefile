@@ -15,7 +15,8 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/finetune_digits.py
+	$(BIN)/gradfilter train --config examples/digits.yaml --exact --out runs/digits-exact --overwrite
+	$(BIN)/gradfilter train --config examples/digits.yaml --out runs/digits --beside runs/digits-exact --overwrite
 
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -29,4 +30,4 @@ bench: setup
 	$(BIN)/python -m gradfilter.bench
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis build dist

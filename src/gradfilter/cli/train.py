@@ -109,7 +109,8 @@ def describe_resume(settings: Settings) -> str:
 def describe_results(results: Results, settings: Settings) -> str:
     """Return the last lines of a run: what came of it, and where it is."""
     best, cost = results.best, results.cost
-    line = f"accuracy {best.val_accuracy:.1%} on {sum(results.val_counts)} held-out images (epoch {best.epoch})"
+    beside = f", {results.beside.name} {results.beside.accuracy:.1%}," if results.beside else ""
+    line = f"accuracy {best.val_accuracy:.1%}{beside} on {sum(results.val_counts)} held-out images (epoch {best.epoch})"
     if cost is not None:
         fewer = cost.exact_saved_bytes / max(1, cost.saved_bytes)
         line += f"; autograd held {cost.saved_bytes / 1e6:.1f} MB, {fewer:.1f}x fewer than the"

@@ -26,6 +26,8 @@ def _accuracy(results: Results) -> Fact:
     half = half_interval(best.val_accuracy, images)
     interval = f"± {100 * half:.1f} on " if math.isfinite(half) else ""
     remark = f"{interval}{images:,} held-out images, epoch {best.epoch} of {results.history[-1].epoch}"
+    if results.beside is not None:
+        remark = f"{results.beside.name} {percent(results.beside.accuracy)}; {remark}"
     return Fact("accuracy", percent(best.val_accuracy), remark)
 
 

@@ -87,6 +87,19 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Hold what another run came to, to show it beside this one.
+
+    Args:
+        name: What to call it, for example "exact".
+        accuracy: Share of held-out images that it classified rightly, 0 to 1.
+    """
+
+    name: str
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """Hold one held-out image with what the model said about it.
 
@@ -125,6 +138,7 @@ class Results:
         skipped: One line for each file that was not read, with the reason.
         environment: Versions, machine, seeds.
         weights_file: File name of the best weights, in the folder of the report.
+        beside: Another run to compare with, None where none was named.
         loading: Python code that loads the weights without gradfilter; "" for what fits the name of the model.
     """
 
@@ -143,6 +157,7 @@ class Results:
     skipped: tuple[str, ...]
     environment: dict[str, str]
     weights_file: str
+    beside: Beside | None = None
     loading: str = ""
 
     def __post_init__(self) -> None:
@@ -178,6 +193,7 @@ class Results:
             values["history"] = tuple(_epoch(epoch) for epoch in values["history"])
             values["layers"] = tuple(_layer(layer) for layer in values["layers"])
             values["cost"] = None if values["cost"] is None else _cost(values["cost"])
+            values["beside"] = None if values.get("beside") is None else _beside(values["beside"])
             values["confusion"] = tuple(tuple(row) for row in values["confusion"])
             for name in ("classes", "train_counts", "val_counts", "skipped"):
                 values[name] = tuple(values[name])
@@ -221,3 +237,7 @@ def _layer(data: Mapping[str, Any]) -> Layer:
 
 def _cost(data: Mapping[str, Any]) -> Cost:
     return Cost(**_numbers(data, ("batch", "resolution", "saved_bytes", "exact_saved_bytes")))
+
+
+def _beside(data: Mapping[str, Any]) -> Beside:
+    return Beside(**_numbers(data, ("name",)))

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
-from gradfilter.report import Epoch, Results, write_report
+from gradfilter.report import Beside, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, seeded, shuffle
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import untouched
@@ -103,6 +104,7 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     watch = watch or Watch()
     settings = fill_in(settings)
     check_run(settings)
+    find_beside(settings)
     job = prepare(settings, watch, data)
     state = restore(job) if settings.resume else State()
     write_config(job)
@@ -203,10 +205,26 @@ def finish(job: Job, state: State, best: Judged | None) -> Results:
         skipped=job.data.skipped,
         environment=find_environment(),
         weights_file=BEST,
+        beside=find_beside(job.settings),
     )
     replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
     write_report(job.folder, results, find_samples(job.val, best.probabilities))
     return results
+
+
+def find_beside(settings: Settings) -> Beside | None:
+    """Return the earlier run that the settings name."""
+    if settings.beside is None:
+        return None
+    file = Path(settings.beside) / RESULTS
+    try:
+        earlier = Results.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"--beside {settings.beside} names no run that was finished: {file} cannot be read ({error}). Give the folder of "
+            "one."
+        ) from error
+    return Beside("exact" if earlier.settings.get("exact") else file.parent.name, earlier.best.val_accuracy)
 
 
 def find_rate(settings: Settings, step: int, batches: int) -> float:

@@ -23,7 +23,7 @@ Precision = Literal["32-true", "bf16-mixed"]
 Triple = tuple[float, float, float]
 
 MAY_CHANGE = frozenset(
-    "resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure "
+    "resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure beside "
     "tensorboard".split()
 )
 """Settings that a resumed run may have otherwise than the run it goes on with: they do not change what is computed."""
@@ -82,6 +82,7 @@ class Settings:
         threads: Threads of torch; all cores where not given.
         measure: Measure memory and time beside exact backprop at the end.
         tensorboard: Write logs for TensorBoard too.
+        beside: Folder of an earlier run, whose accuracy the report shows beside this one's.
         preset: Start from a named recipe; what is given besides overrides it.
     """
 
@@ -132,6 +133,7 @@ class Settings:
     threads: int | None = None
     measure: bool = True
     tensorboard: bool = False
+    beside: str | None = None
     preset: str | None = None
 
     def __post_init__(self) -> None:
