@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradfilter.apply import apply_
-from gradfilter.errors import InputError
 from gradfilter.plan import Backward, Plan
 
 EXACT = "exact"
@@ -70,11 +68,3 @@ def make_batch(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).contiguous(memory_format=torch.channels_last)
     return images, torch.randint(10, (batch,), generator=generator)
-
-
-def find_outputs(result: Any) -> list[Tensor]:
-    """List the tensors that a loss can be made of in a network's output: a tensor, or a tuple, list or dict that holds some."""
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not outputs:
-        raise InputError(f"the model returned a {type(result).__name__} without a floating point tensor to train on.")
-    return outputs

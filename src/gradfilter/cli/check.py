@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
-from gradfilter.bench.setup import find_outputs
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, GradFilterError, InputError, PlanError
 from gradfilter.models import make_model
+from gradfilter.models.outputs import find_outputs
 from gradfilter.plan import Backward, Plan
 
 MODEL_HELP = (

@@ -6,9 +6,12 @@ import dataclasses
 import difflib
 import logging
 import re
+import shlex
 import sys
 import typing
 import warnings
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 from gradfilter.cli.screen import make_screen
@@ -33,7 +36,12 @@ def run(argv: list[str]) -> int:
             results = train(settings, screen)
     except InterruptedRunError as error:
         screen.close()
-        print(f"\n{error}. All is saved. Go on with:\n\n    {describe_resume(settings)}\n", file=sys.stderr)
+        print(f"\n{error}. All is saved. {describe_resume(settings)}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:  # before the first step, after the last, or a second time
+        screen.close()
+        is_there = (settings.folder / CONFIG).exists()
+        print(f"\nstopped at once. {describe_resume(settings) if is_there else ''}", file=sys.stderr)
         return 130
     finally:
         screen.close()
@@ -44,16 +52,24 @@ def run(argv: list[str]) -> int:
 def parse(argv: list[str]) -> Settings:
     """Return the settings: what the flags say, then the YAML file, then the preset, then the defaults."""
     argv = tidy(argv)
-    values = parse_with(argv, {})
-    settings = Settings.from_dict(values)
-    if settings.resume and not any(argument.startswith("--config") for argument in argv):
-        stored = settings.folder / CONFIG
+    plain = [argument for argument in argv if not argument.startswith("--print_config")]
+    values = parse_with(plain, {})
+    if values["resume"] and not any(argument.startswith("--config") for argument in argv):
+        stored = find_folder(over_preset(plain, values)) / CONFIG
         if stored.exists():
-            argv = ["--config", str(stored), *argv]
-            values = parse_with(argv, {})
-    if values.get("preset"):
-        values = parse_with(argv, get_preset(values["preset"]))
-    return Settings.from_dict(values)
+            argv, plain = [f"--config={stored}", *argv], [f"--config={stored}", *plain]
+            values = parse_with(plain, {})
+    return Settings.from_dict(over_preset(argv, values))
+
+
+def over_preset(argv: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """Parse the flags over the defaults of the preset that they, or the YAML file, name."""
+    return parse_with(argv, get_preset(values["preset"]) if values["preset"] else {})
+
+
+def find_folder(values: dict[str, Any]) -> Path:
+    """Return the folder of a run of which not all settings are known yet."""
+    return Settings(**{name: values[name] for name in "out data model plan patch grid kernel exact".split()}).folder
 
 
 def parse_with(argv: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +80,7 @@ def parse_with(argv: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
         description="Fine-tune a classifier on a folder of images, with filtered gradients.",
         usage="gradfilter train [--config FILE] [--preset NAME] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file of settings, as a run writes it; flags override it.")
     parser.add_class_arguments(Settings, None)
@@ -77,33 +94,50 @@ def parse_with(argv: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def tidy(argv: list[str]) -> list[str]:
-    """Return arguments as the parser takes them: '-' in names of flags is '_', and a switch alone means true."""
+    """Return arguments as the parser takes them.
+
+    '-' in names of flags is '_', a switch alone means true, the YAML file comes first, for flags override it wherever they
+    stand, and a size of patches takes the place of a preset's.
+    """
     switches = {f"--{name}" for name, kind in typing.get_type_hints(Settings).items() if kind is bool}
+    configs: list[str] = []
     tidied: list[str] = []
-    for i, argument in enumerate(argv):
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            argument = "--" + name[2:].replace("-", "_") + equals + value
-        tidied.append(argument)
-        if argument in switches and argv[i + 1 : i + 2] not in (["true"], ["false"]):
-            tidied.append("true")
-    return tidied
+    rest = deque(argv)
+    while rest:
+        flag, equals, value = rest.popleft().partition("=")
+        if flag.startswith("--"):
+            flag = "--" + flag[2:].replace("-", "_")
+        if flag in switches and not equals:
+            is_told = bool(rest) and rest[0].lower() in ("true", "false")
+            flag, equals, value = flag, "=", rest.popleft().lower() if is_told else "true"
+        if flag == "--config" and not equals and rest:
+            equals, value = "=", rest.popleft()
+        (configs if flag == "--config" else tidied).append(flag + equals + value)
+    given = {argument.partition("=")[0] for argument in tidied}
+    for flag, other in (("--patch", "--grid"), ("--grid", "--patch")):
+        if flag in given and other not in given:
+            tidied += [f"{other}=null"] + ["--exact=false"] * ("--exact" not in given)
+    return configs + tidied
 
 
 def explain(text: str) -> str:
     """Return a parser's error as one of ours: which flag, what is wrong, what would be right."""
     text = " ".join(text.split())
-    unknown = re.search(r"(?:unrecognized arguments: |Key \"?)(?:--)?(\w+)", text)
+    unknown = re.search(r"(?:unrecognized arguments: |Key \"?|Option ')(?:--)?(\w+)", text)
     if unknown and unknown[1] not in FLAGS:
         near = difflib.get_close_matches(unknown[1], FLAGS, 1, 0.6)
         hint = f"Did you mean --{near[0]}? " if near else ""
         return f"there is no setting {unknown[1]!r}. {hint}'gradfilter train --help' lists them all."
-    return re.sub(r'^Parser key "(\w+)":', r"--\1:", text) + ". 'gradfilter train --help' tells what each setting takes."
+    text = re.sub(r'^Parser key "(\w+)":', r"--\1:", text)
+    text = re.sub(r"Does not validate .*?Errors: - (.*?) - .*Given value: ", r"\1. Got value: ", text)
+    text = re.sub(r"Expected a typing.Literal\[(.*?)\]", r"Expected one of \1", text)
+    return re.sub(r"<class '(\w+)'>", r"\1", text) + ". 'gradfilter train --help' tells what each setting takes."
 
 
 def describe_resume(settings: Settings) -> str:
     """Return the command that goes on with a run."""
-    return f"gradfilter train --config {settings.folder / CONFIG} --resume"
+    command = shlex.join(["gradfilter", "train", "--config", str(settings.folder / CONFIG), "--resume"])
+    return f"Go on with:\n\n    {command}\n"
 
 
 def describe_results(results: Results, settings: Settings) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.data import ImageSet, Transform
+from gradfilter.models.outputs import find_outputs
 from gradfilter.train.batches import Rows, load, seeded
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.trunk import Record, Trunk, TrunkError
@@ -132,6 +133,4 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def find_logits(output: Any) -> Tensor:
     """Return the class scores in a model's output: it, or the first tensor of several (others are auxiliary heads')."""
-    from gradfilter.bench.setup import find_outputs
-
     return output if isinstance(output, Tensor) else find_outputs(output)[0]
