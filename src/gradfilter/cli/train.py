@@ -23,6 +23,8 @@ from gradfilter.train.presets import get_preset
 from gradfilter.train.run import CONFIG
 
 FLAGS = {field.name for field in dataclasses.fields(Settings)}
+NO_PATCHES = {"--patch": "null", "--grid": "null", "--exact": "false"}
+"""What else sets the resolution of the gradient: where a flag gives one, a preset or a file gives none."""
 
 
 def run(argv: list[str]) -> int:
@@ -109,14 +111,13 @@ def tidy(argv: list[str]) -> list[str]:
             flag = "--" + flag[2:].replace("-", "_")
         if flag in switches and not equals:
             is_told = bool(rest) and rest[0].lower() in ("true", "false")
-            flag, equals, value = flag, "=", rest.popleft().lower() if is_told else "true"
+            equals, value = "=", rest.popleft().lower() if is_told else "true"
         if flag == "--config" and not equals and rest:
             equals, value = "=", rest.popleft()
         (configs if flag == "--config" else tidied).append(flag + equals + value)
     given = {argument.partition("=")[0] for argument in tidied}
-    for flag, other in (("--patch", "--grid"), ("--grid", "--patch")):
-        if flag in given and other not in given:
-            tidied += [f"{other}=null"] + ["--exact=false"] * ("--exact" not in given)
+    if given & {"--patch", "--grid"}:
+        tidied += [f"{flag}={nothing}" for flag, nothing in NO_PATCHES.items() if flag not in given]
     return configs + tidied
 
 
