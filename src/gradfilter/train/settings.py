@@ -168,7 +168,7 @@ class Settings:
             "save_every": 1,
             "val_every": 1,
         }
-        least |= {"workers": 0, "threads": 1, "seed": 0, "resolution": 1}
+        least |= {"workers": 0, "threads": 1, "seed": 0, "resolution": 1, "patch": 1, "grid": 1}
         least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0}
         values = {name: value for name in least if (value := getattr(self, name)) is not None}
         wrong = [
@@ -179,6 +179,12 @@ class Settings:
             wrong.append(f"--val_share is {self.val_share}, but between 0 and 1")
         if self.label_smoothing >= 1:
             wrong.append(f"--label_smoothing is {self.label_smoothing}, but below 1")
+        if self.warmup > self.epochs:
+            wrong.append(f"--warmup is {self.warmup} epochs, but there are --epochs {self.epochs}")
+        if self.mean is not None and not all(map(math.isfinite, self.mean)):
+            wrong.append(f"--mean is {self.mean}, but three finite numbers")
+        if self.std is not None and not all(0 < value < math.inf for value in self.std):
+            wrong.append(f"--std is {self.std}, but three finite numbers above 0")
         return wrong
 
     def find_unknown(self) -> list[str]:
@@ -254,5 +260,7 @@ class Settings:
         """List the settings that differ from those of an earlier run, as far as they change what is computed."""
         now = self.to_dict()
         return [
-            f"--{key} was {before[key]}, now {now[key]}" for key in now if key not in MAY_CHANGE and before.get(key) != now[key]
+            f"--{key} was {before.get(key, 'not there')}, now {now[key]}"
+            for key in now
+            if key not in MAY_CHANGE and (key not in before or before[key] != now[key])
         ]
