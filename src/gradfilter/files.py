@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+DRAFT = re.compile(r"\..+\.\d+\.tmp")
+"""Name of a file that is being written: the file's own, and the number of the process."""
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | str | Callable[[BinaryIO], object]) -> None:
@@ -32,6 +36,13 @@ def replace_file(path: str | os.PathLike[str], content: bytes | str | Callable[[
         sync_folder(target.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what processes that were killed have left in a folder, into which nobody else is writing now."""
+    for path in folder.glob(".*.tmp"):
+        if DRAFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.errors import CheckpointError
-from gradfilter.files import replace_file
+from gradfilter.files import remove_drafts, replace_file
 from gradfilter.models.extras import import_extra
 
 FORMAT = "gradfilter"
@@ -93,19 +93,21 @@ def unpack_optimizer_(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 
 def check_folder(folder: Path, needed: int) -> None:
-    """Find out before training whether checkpoints can be written: the folder, its permissions, space on its disk."""
+    """Find out before training whether checkpoints can be written: space on the disk, the folder, its permissions."""
+    place = folder.absolute()
     try:
+        remove_drafts(folder)
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+        if free < needed:
+            raise CheckpointError(
+                f"the checkpoints need {needed / 1e6:.1f} MB, and the disk of '{folder}' has {free / 1e6:.1f} MB free. Make "
+                "room, or give a folder on another disk with --out."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         replace_file(probe, b"")
         probe.unlink()
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(
             f"the folder '{folder}' cannot be written to: {error.strerror or error}. Give another one with --out."
         ) from error
-    if free < needed:
-        raise CheckpointError(
-            f"the checkpoints need {needed / 1e6:.1f} MB, and the disk of '{folder}' has {free / 1e6:.1f} MB free. Make "
-            "room, or give a folder on another disk with --out."
-        )

@@ -15,13 +15,14 @@ from torch import nn
 from gradfilter.apply import apply_, find_applied, freeze_
 from gradfilter.data import Data, ImageSet, load_data, make_transforms
 from gradfilter.errors import SettingsError
+from gradfilter.files import remove_drafts
 from gradfilter.models import find_info, make_model
 from gradfilter.models.extras import import_extra
 from gradfilter.plan import Plan, find_layers
 from gradfilter.report.results import Layer
 from gradfilter.train.batches import mix
 from gradfilter.train.checkpoint import check_folder
-from gradfilter.train.feed import Feed
+from gradfilter.train.feed import Feed, untouched
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
@@ -60,9 +61,9 @@ class Job:
     saved_bytes: int = 0
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Return what tells the training images from others."""
-        return self.data.train.fingerprint()
+    def fingerprints(self) -> dict[str, str]:
+        """Return what tells the images from others, by what they are for."""
+        return {"training images": self.data.train.fingerprint(), "held-out images": self.data.val.fingerprint()}
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -114,11 +115,17 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
     fabric = make_fabric(settings, folder)
     model.to(fabric.device)
     train, val = make_feeds(settings, data, model, fabric.device)
-    job = Job(settings, folder, data, model, plan, fabric, make_optimizer(settings, model), train, val, watch)
+    check_last_batch(settings, plan, train)
+    return Job(settings, folder, data, model, plan, fabric, make_optimizer(settings, model), train, val, watch)
+
+
+def fill_cache(job: Job) -> None:
+    """Compute what the frozen layers make of all images, where the settings say so; the model has its weights by now."""
+    settings, own = job.settings, job.folder / "cache"
+    remove_drafts(own)  # but not those in a folder that is shared: they may be another run's, which is at work
     if settings.cache != "off":
-        for feed in (train, val):
-            feed.keep(settings.cache, Path(settings.cache_folder or folder / "cache"), watch.tell)
-    return job
+        for feed in (job.train, job.val):
+            feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
 
 
 def fill_in(settings: Settings) -> Settings:
@@ -235,6 +242,20 @@ def make_feeds(settings: Settings, data: Data, model: nn.Module, device: torch.d
         Feed(data.train, augmented, views=settings.views, training=True, **common),
         Feed(data.val, plain, views=None, training=False, **common),
     )
+
+
+def check_last_batch(settings: Settings, plan: Plan, feed: Feed) -> None:
+    """Refuse to come to a last batch of one image where torch's batch norm has no statistics for it."""
+    if plan.batch_norm != "train" or (len(feed.images) % settings.batch or settings.batch) > 1:
+        return
+    try:
+        with torch.no_grad(), feed.mode(), untouched(feed.model):
+            feed.model(feed.make_input(1))
+    except ValueError as error:
+        raise SettingsError(
+            f"--batch_norm train needs several values for its statistics, but {len(feed.images)} images in batches of "
+            f"{settings.batch} end with a single one. Give another --batch, or --batch_norm eval."
+        ) from error
 
 
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.nn.functional as F
 import yaml
+from torch import Tensor
 
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.data import Data
@@ -26,7 +27,7 @@ from gradfilter.report import Beside, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, seeded, shuffle
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import untouched
-from gradfilter.train.job import Job, fill_in, prepare
+from gradfilter.train.job import Job, fill_cache, fill_in, prepare
 from gradfilter.train.judge import Judged, find_samples, judge
 from gradfilter.train.measure import measure_cost
 from gradfilter.train.settings import Settings
@@ -107,6 +108,7 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     find_beside(settings)
     job = prepare(settings, watch, data)
     state = restore(job) if settings.resume else State()
+    fill_cache(job)
     write_config(job)
     job.model.train()
     with untouched(job.model):
@@ -117,6 +119,8 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
         while state.epoch < job.settings.epochs:
             train_epoch(job, state, stop)
             best = finish_epoch(job, state) or best
+            if stop:
+                raise InterruptedRunError(f"stopped after epoch {state.epoch} of {job.settings.epochs}")
     return finish(job, state, best)
 
 
@@ -143,8 +147,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         state.right += int((output.detach().argmax(1) == labels).sum())
         state.images += len(labels)
         state.seconds = time.perf_counter() - begin
-        if not math.isfinite(state.loss):
-            raise DivergedError(explain_divergence(job, state))
+        check_numbers(job, state, state.loss)
         job.watch.step(describe_step(job, state))
         if stop or (settings.save_every and (step + 1) % settings.save_every == 0):
             save(job, state)
@@ -157,6 +160,7 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
     begin, number, settings = time.perf_counter(), state.epoch + 1, job.settings
     is_due = number % settings.val_every == 0 or number == settings.epochs
     judged = judge(job.model, job.val, job.fabric) if is_due else None
+    check_numbers(job, state, judged.loss if judged else 0)
     epoch = Epoch(
         epoch=number,
         train_loss=state.loss / state.images,
@@ -173,7 +177,8 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
         save_checkpoint(job.folder / BEST, job.model, {}, about)
     state.finish_epoch(epoch, is_best)
     save(job, state)
-    write_csv(job.folder / METRICS, state.history)
+    with writing(job.folder):
+        write_csv(job.folder / METRICS, state.history)
     job.fabric.log_dict({k: v for k, v in dataclasses.asdict(epoch).items() if k != "epoch"}, step=number)
     job.watch.epoch(epoch, settings.epochs, is_best)
     return judged if is_best else None
@@ -207,7 +212,8 @@ def finish(job: Job, state: State, best: Judged | None) -> Results:
         weights_file=BEST,
         beside=find_beside(job.settings),
     )
-    replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
+    with writing(job.folder):
+        replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
     write_report(job.folder, results, find_samples(job.val, best.probabilities))
     return results
 
@@ -253,7 +259,7 @@ def check_run(settings: Settings) -> None:
             "another folder (--out)."
         )
     if settings.resume and last.exists():
-        refuse_changes(settings, settings.find_changes(load_checkpoint(last)[2]["settings"]))
+        refuse_changes(settings, settings.find_changes(load_last(settings.folder)[2]["settings"]))
 
 
 def refuse_changes(settings: Settings, changes: list[str]) -> None:
@@ -266,27 +272,36 @@ def refuse_changes(settings: Settings, changes: list[str]) -> None:
 
 
 def write_config(job: Job) -> None:
-    """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first."""
-    try:
+    """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first, then its settings."""
+    with writing(job.folder):
         if not job.settings.resume:
-            for name in (LAST, BEST, METRICS, RESULTS, *REPORTS):
+            for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
                 (job.folder / name).unlink(missing_ok=True)
         stored = {**job.settings.to_dict(), "out": str(job.folder), "resume": False, "overwrite": False}
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say what to do where a file of the run cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write to '{job.folder}': {error.strerror or error}. Give another folder with --out."
+            f"cannot write to '{folder}': {error.strerror or error}. The checkpoints there are whole. Make room, or give the "
+            "folder write permission, then go on with --resume."
         ) from error
 
 
 def save(job: Job, state: State) -> None:
-    """Write the checkpoint to go on from."""
+    """Write the checkpoint to go on from, where there is something to go on from."""
+    check_numbers(job, state, *(float(p.detach().sum()) for p in job.trained))
     about = {
         **job.describe_model(),
         "settings": job.settings.to_dict(),
         "plan": job.plan.to_yaml(),
-        "data": job.fingerprint,
+        "data": job.fingerprints,
         "state": state.to_dict(),
     }
     save_checkpoint(job.folder / LAST, job.model, pack_optimizer(job.optimizer), about)
@@ -294,15 +309,31 @@ def save(job: Job, state: State) -> None:
 
 def restore(job: Job) -> State:
     """Load the checkpoint to go on from; where the run was stopped before its first one, start at the beginning."""
-    path = job.folder / LAST
-    if not path.exists():
+    if not (job.folder / LAST).exists():
         return State()
-    weights, extra, about = load_checkpoint(path)
-    is_new = {"the plan": about["plan"] != job.plan.to_yaml(), "the training images": about["data"] != job.fingerprint}
-    refuse_changes(job.settings, [f"{what} changed" for what, changed in is_new.items() if changed])
-    job.model.load_state_dict(weights)
+    weights, extra, about = load_last(job.folder)
+    now = {"plan": job.plan.to_yaml(), "classes": list(job.data.train.classes), **job.fingerprints}
+    before = {**about, **about["data"]}
+    refuse_changes(job.settings, [f"the {what} changed" for what in now if before.get(what) != now[what]])
+    try:
+        job.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the checkpoint '{job.folder / LAST}' does not fit the model {job.settings.model!r} any more: {error}"
+        ) from error
     unpack_optimizer_(job.optimizer, extra)
     return State.from_dict(about["state"])
+
+
+def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Read the checkpoint to go on from."""
+    weights, extra, about = load_checkpoint(folder / LAST)
+    if not about.keys() >= {"settings", "plan", "classes", "data", "state"}:
+        raise CheckpointError(
+            f"'{folder / LAST}' holds weights, but no run to go on with: it is a copy of another file. Start again with "
+            "--overwrite, and --weights for these."
+        )
+    return weights, extra, about
 
 
 @contextmanager
@@ -351,10 +382,12 @@ def describe_step(job: Job, state: State) -> Step:
     )
 
 
-def explain_divergence(job: Job, state: State) -> str:
-    """Return the error text for a loss that is no number."""
+def check_numbers(job: Job, state: State, *numbers: float) -> None:
+    """Stop a run whose loss or weights are no finite numbers any more, before they reach a checkpoint."""
+    if all(map(math.isfinite, numbers)):
+        return
     kept = f"The checkpoint before it is in '{job.folder}'. " if (job.folder / LAST).exists() else ""
-    return (
-        f"the loss is no finite number any more, in epoch {state.epoch + 1}, batch {state.batch}. {kept}Start again with a "
-        f"lower --lr (now {job.settings.lr}), a --warmup, or a smaller --clip (now {job.settings.clip})."
+    raise DivergedError(
+        f"loss or weights are no finite numbers any more, in epoch {state.epoch + 1}, batch {state.batch}. {kept}Start again "
+        f"with a lower --lr (now {job.settings.lr}), a --warmup, or a smaller --clip (now {job.settings.clip})."
     )
