@@ -53,3 +53,9 @@ def colour(image: Image.Image) -> tuple[int, ...]:
     pixels = np.asarray(image).reshape(-1, 3)
     assert (pixels == pixels[0]).all()
     return tuple(pixels[0].tolist())
+
+
+def write_image(path: Path, pixels: np.ndarray) -> None:
+    """Write an image of these pixels, [H, W, 3]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
