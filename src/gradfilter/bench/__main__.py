@@ -47,11 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--batch", type=int, default=64)
     sub.add_argument("--cache", choices=("off", "memory", "disk"), default="off", help="trunk cache, shared by all runs")
     sub.add_argument("--seeds", type=int, default=3)
+    sub.add_argument("--calibrate", action="store_true", help="start all methods from the classifier that was trained alone")
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
-            depth = accuracy.Depth(args.plan, args.images, args.epochs, args.lr, args.batch, args.cache)
+            depth = accuracy.Depth(args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.calibrate)
             reports = [accuracy.measure(args.data, args.label, args.model, args.weights, depth, args.seeds, args.work)]
         elif args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]

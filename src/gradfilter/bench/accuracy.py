@@ -27,7 +27,18 @@ RECIPE: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1
 
 @dataclass(frozen=True)
 class Depth:
-    """How much of the model is trained, on how many images, how often, and at which learning rate."""
+    """How much of the model is trained, on how many images, how often, and at which learning rate.
+
+    Attributes:
+        plan: What is trained.
+        images: On how many images; None for all.
+        epochs: How often each is seen.
+        lr: Learning rate.
+        batch: Images per step.
+        cache: Where the trunk's results are kept.
+        calibrate: Whether methods start from the classifier of the run that trained it alone, with the same seed, as in the
+            papers' segmentation runs. A fresh classifier spoils pretrained layers in its first hundred steps.
+    """
 
     plan: str
     images: int | None
@@ -35,6 +46,7 @@ class Depth:
     lr: float
     batch: int
     cache: Place
+    calibrate: bool = False
 
 
 def measure(data: Path, label: str, model: str, weights: str, depth: Depth, seeds: int, work: Path) -> Report:
@@ -47,7 +59,10 @@ def measure(data: Path, label: str, model: str, weights: str, depth: Depth, seed
     results: dict[str, list[Results]] = {method: [] for method in methods}
     for seed in range(seeds):
         for method, choices in methods.items():
-            settings = make_settings(data, model, weights, depth, seed, work, method, choices)
+            start = weights
+            if depth.calibrate and method != HEAD:
+                start = f"{results[HEAD][-1].settings['out']}/best.safetensors"
+            settings = make_settings(data, model, start, depth, seed, work, method, choices)
             results[method].append(find_results(settings) or train(settings, data=loaded))
             print(f"{depth.plan}, {method}, seed {seed}: {results[method][-1].best.val_accuracy:.2%}", flush=True)
     return make_report(label, model, depth, results, len(loaded.val))
@@ -101,7 +116,8 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
         f"accuracy-{label}-{model}-{depth.plan}",
         f"Accuracy: {model}, ImageNet weights, {label}, {what} trained, {first.settings['resolution']} px",
         f"python -m gradfilter.bench accuracy --data FOLDER --label {label} --model {model} --weights FILE --plan {depth.plan} "
-        f"--images {depth.images} --epochs {depth.epochs} --lr {depth.lr} --batch {depth.batch} --seeds {seeds}",
+        f"{f'--images {depth.images} ' if depth.images else ''}--epochs {depth.epochs} --lr {depth.lr} --batch {depth.batch} "
+        f"--seeds {seeds} --cache {depth.cache} --work FOLDER{' --calibrate' if depth.calibrate else ''}",
         ("method", "accuracy, %", "95 % interval", "less exact, paired", "± s.e.", "MB held", "times fewer", "step / exact"),
     )
     exact = accuracies(results[EXACT])
@@ -112,8 +128,9 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
         error = statistics.stdev(differences) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         paired = ("–", "–") if method == EXACT else (f"{statistics.mean(differences):+.2f}", f"{error:.2f}")
         report.rows.append((method, f"{mean:.2f}", f"{100 * low:.2f}–{100 * high:.2f}", *paired, *describe_cost(runs, results)))
+    start = "from the classifier of the run that trained it alone, then " if depth.calibrate else ""
     report.remarks = [
-        f"{trained} training images, the same for every method ({depth.epochs} epochs, SGD, momentum 0.9, learning rate "
+        f"{trained} training images, the same for every method ({start}{depth.epochs} epochs, SGD, momentum 0.9, learning rate "
         f"{depth.lr}, falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval, "
         f"no augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same "
         "for every method.",
