@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
 from gradfilter.train.batches import seeded
-from gradfilter.train.trunk import Record, Spec, Trunk, TrunkError, find_tensors
+from gradfilter.train.record import Record, Spec, TrunkError, find_tensors
+from gradfilter.train.trunk import Trunk
 
 Place = Literal["off", "memory", "disk"]
 TOLERANCE = 1e-4
@@ -40,14 +42,21 @@ class Cache:
         return [from_row(column[rows], spec) for column, spec in zip(self.columns, self.specs, strict=True)]
 
 
+def find_row_order(spec: Spec) -> tuple[int, ...]:
+    """Return the axes of a tensor of the cut in the order of memory, but for the batch, which comes first."""
+    return (0, *(axis for axis in spec.order if axis))
+
+
 def to_row(x: Tensor, spec: Spec) -> Tensor:
     """Return a tensor of the cut with its axes in the order of memory, so that a row is one stretch of it."""
-    return x.permute(spec.order).contiguous()
+    return x.permute(find_row_order(spec)).contiguous()
 
 
 def from_row(x: Tensor, spec: Spec) -> Tensor:
-    """Return a tensor of the cut with its own order of axes."""
-    return x.permute(tuple(spec.order.index(axis) for axis in range(len(spec.order))))
+    """Return a tensor of the cut with its own order of axes, and its layout in memory."""
+    order = find_row_order(spec)
+    x = x.permute(tuple(order.index(axis) for axis in range(len(order))))
+    return x if spec.order == order else torch.empty_permuted(x.shape, spec.order, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def count_bytes(record: Record, rows: int) -> int:
@@ -85,36 +94,73 @@ def build_cache(
     """
     record = trunk.find_record(first)
     size = count_bytes(record, rows)
-    header = folder / f"{key}.json"
+    header = {"key": key, "rows": rows, "bytes": size, "cut": [repr(spec) for spec in record.cut]}
     files = [folder / f"{key}.{i}.bin" for i in range(len(record.cut))]
     where = f"on disk, in {folder}" if place == "disk" else "in memory"
-    if place == "disk" and header.exists() and all(file.exists() for file in files):
-        tell(f"trunk cache: {rows} rows, {size / 1e6:.1f} MB, found {where}")
-        return open_cache(record, rows, files, write=False)
-    tell(f"trunk cache: {rows} rows of {size / rows / 1e3:.1f} kB, {size / 1e6:.1f} MB {where}")
-    check_space(size, place, folder)
     check_trunk(trunk, first)
-    drafts = [file.with_name(f".{file.name}.{os.getpid()}.tmp") for file in files]
+    if place == "disk" and is_written(folder / f"{key}.json", header, files):
+        cache = open_cache(record, rows, files, write=False)
+        if holds(cache, trunk.compute(first)):
+            tell(f"trunk cache: {rows} rows, {size / 1e6:.1f} MB, found {where}")
+            return cache
+        tell(f"trunk cache: what was found in {folder} is not what the model makes of these images; it is written anew")
+    tell(f"trunk cache: {rows} rows of {size / rows / 1e3:.1f} kB, {size / 1e6:.1f} MB {where}")
+    if place == "memory":
+        check_space(size, find_free_memory(), "of memory free", "disk")
+        return fill(open_cache(record, rows, None, write=True), trunk, batches)
     try:
-        cache = open_cache(record, rows, drafts if place == "disk" else None, write=True)
-        for chosen, images in batches:
-            for column, spec, x in zip(cache.columns, cache.specs, trunk.compute(images), strict=True):
-                column[chosen] = to_row(x, spec)
-        if place == "disk":
-            for column, draft, file in zip(cache.columns, drafts, files, strict=True):
-                del column
-                flush(draft)
-                os.replace(draft, file)
-            sync_folder(folder)
-            replace_file(header, json.dumps({"rows": rows, "bytes": size, "key": key}))
+        folder.mkdir(parents=True, exist_ok=True)
+        check_space(size, shutil.disk_usage(folder).free, f"free on the disk of '{folder}'", "memory")
+        write_files(record, rows, files, lambda cache: fill(cache, trunk, batches))
+        replace_file(folder / f"{key}.json", json.dumps(header))
     except OSError as error:
         raise CacheError(
-            f"the trunk cache cannot be written to '{folder}': {error.strerror or error}. Free some space, give another --out, "
-            "or use --cache memory or --cache off."
+            f"the trunk cache cannot be written to '{folder}': {error.strerror or error}. Free some space, give another folder "
+            "with --cache_folder, or use --cache memory or --cache off."
         ) from error
+    return open_cache(record, rows, files, write=False)
+
+
+def is_written(path: Path, header: dict[str, Any], files: list[Path]) -> bool:
+    """Tell whether a cache is there as its header, which is written last, says. Its contents are not read: that takes long."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return stored == header and sum(file.stat().st_size for file in files) == header["bytes"]
+    except (OSError, ValueError):
+        return False
+
+
+def holds(cache: Cache, cut: list[Tensor]) -> bool:
+    """Tell whether the first rows of a cache are those that were computed now."""
+    stored = cache.read(torch.arange(len(cut[0])))
+    return all(is_close(x.to(y.device), y) for x, y in zip(stored, cut, strict=True))
+
+
+def write_files(record: Record, rows: int, files: list[Path], write: Callable[[Cache], object]) -> None:
+    """Write the files of a cache beside their places, flush them to disk, and move them there."""
+    drafts = [file.with_name(f".{file.name}.{os.getpid()}.tmp") for file in files]
+    try:
+        write(open_cache(record, rows, drafts, write=True))
+        for draft, file in zip(drafts, files, strict=True):
+            flush(draft)
+            os.replace(draft, file)
+        sync_folder(files[0].parent)
     finally:
         for draft in drafts:
             draft.unlink(missing_ok=True)
+
+
+def fill(cache: Cache, trunk: Trunk, batches: Iterable[tuple[Tensor, Tensor]]) -> Cache:
+    """Compute all rows of a cache."""
+    try:
+        for rows, images in batches:
+            cut = trunk.compute(images)
+            if [(x.shape[1:], x.dtype) for x in cut] != [(spec.shape[1:], spec.dtype) for spec in cache.specs]:
+                refuse_trunk(f"they do not give the same number or shape of results for {len(images)} images as for more")
+            for column, spec, x in zip(cache.columns, cache.specs, cut, strict=True):
+                column[rows] = to_row(x, spec).to(column.device)
+    except TrunkError as error:
+        refuse_trunk(str(error))
     return cache
 
 
@@ -143,13 +189,8 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def check_space(size: int, place: Place, folder: Path) -> None:
+def check_space(size: int, free: int, what: str, other: Place) -> None:
     """Refuse a cache that does not fit, before anything is computed."""
-    if place == "disk":
-        folder.mkdir(parents=True, exist_ok=True)
-        free, what, other = shutil.disk_usage(folder).free, f"free on the disk of '{folder}'", "memory"
-    else:
-        free, what, other = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "of memory free", "disk"
     if size > free:
         raise SettingsError(
             f"the trunk cache would take {size / 1e6:.0f} MB, and there are {free / 1e6:.0f} MB {what}. Use fewer --views, "
@@ -157,29 +198,67 @@ def check_space(size: int, place: Place, folder: Path) -> None:
         )
 
 
-def check_trunk(trunk: Trunk, images: Tensor) -> None:
-    """Refuse a trunk whose cut is not a function of each image alone, or from which the model does not give its own output."""
+def find_free_memory() -> int:
+    """Return how many bytes of memory can be had; what the system keeps of files, and would give, counts where it tells."""
     try:
-        cut, again = trunk.compute(images), trunk.compute(images)
-        part = trunk.compute(images[: max(1, len(images) // 2)])
-        with torch.no_grad(), seeded(0):
-            output = trunk.run(trunk.find_record(images), cut)
-        with torch.no_grad(), seeded(0):
-            expected = trunk.model(images)
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_trunk(trunk: Trunk, images: Tensor) -> None:
+    """Refuse a trunk whose cut is not a function of each image alone, or from which the model does not give its own output.
+
+    Trained parameters are changed between computing the cut and running from it, so that a cut that depends on them shows; the
+    images are not those of the record.
+    """
+    images = torch.empty_like(images).copy_(images.flip(-1))
+    record = trunk.find_record(images)
+    try:
+        cut, part = trunk.compute(images), trunk.compute(images[: max(1, len(images) // 2)])
+        with torch.set_grad_enabled(trunk.model.training), disturbed(trunk.model):
+            with seeded(0):
+                output = find_tensors(trunk.run(record, [x.clone() for x in cut]))
+            with seeded(0):
+                expected = find_tensors(trunk.model(images.clone()))
+            again = trunk.compute(images)
     except TrunkError as error:
         refuse_trunk(str(error))
-    for x, twin, fewer in zip(cut, again, part, strict=True):
-        if not is_close(x, twin):
-            refuse_trunk("they give other results for the same images")
-        if not is_close(x[: len(fewer)], fewer):
-            refuse_trunk("they mix the images of a batch")
-    if not all(is_close(x, y) for x, y in zip(find_tensors(output), find_tensors(expected), strict=True)):
-        refuse_trunk("they compute something by other means than torch functions")
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:  # a call that could not be answered leads anywhere
+        refuse_trunk(f"run without them, the model fails ({type(error).__name__}: {error})")
+    if not all(is_close(x, y) for x, y in zip(cut, again, strict=True)):
+        refuse_trunk("they give other results for the same images, or depend on what is trained")
+    if not all(is_close(x[: len(y)], y) for x, y in zip(cut, part, strict=True)):
+        refuse_trunk("they mix the images of a batch")
+    if len(output) != len(expected) or not all(map(is_close, output, expected)):
+        refuse_trunk("run without them, the model gives other results; it may compute by other means than torch functions")
+
+
+@contextmanager
+def disturbed(model: nn.Module) -> Iterator[None]:
+    """Give a model other trained parameters for a while."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(0.05 * p.abs().mean() + 0.001)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, values in zip(parameters, kept, strict=True):
+                p.copy_(values)
 
 
 def is_close(x: Tensor, y: Tensor) -> bool:
     """Tell whether two results are the same but for rounding."""
-    return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(y.abs().max()))
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if torch.equal(x, y) or not (x.is_floating_point() or x.is_complex()):
+        return torch.equal(x, y)
+    size = y.detach().abs().nan_to_num(0, 0, 0).max() if y.numel() else 0
+    return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(size), equal_nan=True)
 
 
 def refuse_trunk(reason: str) -> NoReturn:

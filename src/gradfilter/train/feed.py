@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from gradfilter.data import ImageSet, Transform
 from gradfilter.models.outputs import find_outputs
 from gradfilter.train.batches import Rows, load, seeded
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
-from gradfilter.train.trunk import Record, Trunk, TrunkError
+from gradfilter.train.record import Record, TrunkError
+from gradfilter.train.trunk import Trunk
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Feed:
         training: Whether the model runs in training mode.
         cache: The cuts of all images and views, where they are kept.
         trunk: Runs the model on them.
+        records: Of its forward, by number of images: a whole batch, and the last one of an epoch.
     """
 
     images: ImageSet
@@ -47,6 +49,7 @@ class Feed:
     training: bool
     cache: Cache | None = None
     trunk: Trunk | None = None
+    records: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Keep the labels as a tensor."""
@@ -60,26 +63,29 @@ class Feed:
 
     def keep(self, place: Place, folder: Path, tell: Callable[[str], None]) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
-        self.trunk = Trunk(self.model)
+        trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
         count = views * len(self.images)
         first = self.make_input(self.batch)
+        self.records = {size: self.record(trunk, size) for size in (len(first), len(self.images) % len(first)) if size}
         with self.mode(), untouched(self.model):
-            record = self.find_record(first)
-            key = make_key(
-                self.trunk, record, self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
+            about = self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
+            key = make_key(trunk, self.records[len(first)], *about)
+            images = (
+                (rows, x.to(self.device)) for rows, x in load(self.rows, torch.arange(count).split(self.batch), self.workers)
             )
-            batches = torch.arange(count).split(self.batch)
-            images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
-            self.cache = build_cache(self.trunk, images, first, count, place=place, folder=folder, key=key, tell=tell)
+            self.cache = build_cache(trunk, images, first, count, place=place, folder=folder, key=key, tell=tell)
+        self.trunk = trunk
 
-    def find_record(self, images: Tensor) -> Record:
-        """Return the record of a forward with such images."""
-        assert self.trunk is not None
-        try:
-            return self.trunk.find_record(images)
-        except TrunkError as error:
-            refuse_trunk(str(error))
+    def record(self, trunk: Trunk, size: int) -> Record:
+        """Record a forward of so many images, without content: only their shape matters."""
+        side = self.transform.resolution
+        empty = torch.zeros(size, 3, side, side, device=self.device).contiguous(memory_format=torch.channels_last)
+        with self.mode(), untouched(self.model):
+            try:
+                return trunk.find_record(empty)
+            except TrunkError as error:
+                refuse_trunk(str(error))
 
     def run(self, order: Tensor, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches of images in this order, from batch number `start`: labels, and a function that runs the model."""
@@ -98,16 +104,17 @@ class Feed:
         """Give batches that run from the cut."""
         assert self.cache is not None
         for rows in batches:
-            record = self.get_record(len(rows))
+            record = self.records[len(rows)]
             cut = [x.to(self.device) for x in self.cache.read(rows)]
-            yield rows, lambda record=record, cut=cut: find_logits(self.trunk.run(record, cut))  # type: ignore[union-attr]
+            yield rows, lambda cut=cut, record=record: self.forward_cut(cut, record)
 
-    def get_record(self, count: int) -> Record:
-        """Return the record for so many images; a size that was not seen yet is recorded on images without content."""
-        side = self.transform.resolution
-        empty = torch.zeros(count, 3, side, side, device=self.device).contiguous(memory_format=torch.channels_last)
-        with self.mode(), untouched(self.model):
-            return self.find_record(empty)
+    def forward_cut(self, cut: list[Tensor], record: Record) -> Tensor:
+        """Run the model from the cut."""
+        assert self.trunk is not None
+        try:
+            return find_logits(self.trunk.run(record, cut))
+        except TrunkError as error:
+            refuse_trunk(str(error))
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -124,11 +131,13 @@ class Feed:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Let a model run without a trace: statistics that moved are put back, and so is the random state."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with seeded(0):
-        yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        with seeded(0):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def find_logits(output: Any) -> Tensor:
