@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--images", type=int, help="train on so many images (default: all)")
     sub.add_argument("--epochs", type=int, default=3)
     sub.add_argument("--lr", type=float, default=0.02)
+    sub.add_argument("--head-lr", type=float, default=0.02, help="learning rate where the classifier alone is trained")
     sub.add_argument("--batch", type=int, default=64)
     sub.add_argument("--cache", choices=("off", "memory", "disk"), default="off", help="trunk cache, shared by all runs")
     sub.add_argument("--seeds", type=int, default=3)
@@ -52,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
-            depth = accuracy.Depth(args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.calibrate)
+            depth = accuracy.Depth(
+                args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.head_lr, args.calibrate
+            )
             reports = [accuracy.measure(args.data, args.label, args.model, args.weights, depth, args.seeds, args.work)]
         elif args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]

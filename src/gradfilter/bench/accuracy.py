@@ -36,6 +36,7 @@ class Depth:
         lr: Learning rate.
         batch: Images per step.
         cache: Where the trunk's results are kept.
+        head_lr: Learning rate where the classifier alone is trained.
         calibrate: Whether methods start from the classifier of the run that trained it alone, with the same seed, as in the
             papers' segmentation runs. A fresh classifier spoils pretrained layers in its first hundred steps.
     """
@@ -46,6 +47,7 @@ class Depth:
     lr: float
     batch: int
     cache: Place
+    head_lr: float
     calibrate: bool = False
 
 
@@ -82,7 +84,7 @@ def make_settings(
         augment="none",
         epochs=depth.epochs,
         val_every=depth.epochs,
-        lr=depth.lr,
+        lr=depth.head_lr if method == HEAD else depth.lr,
         batch=depth.batch,
         seed=seed,
         cache=depth.cache,
@@ -117,7 +119,7 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
         f"Accuracy: {model}, ImageNet weights, {label}, {what} trained, {first.settings['resolution']} px",
         f"python -m gradfilter.bench accuracy --data FOLDER --label {label} --model {model} --weights FILE --plan {depth.plan} "
         f"{f'--images {depth.images} ' if depth.images else ''}--epochs {depth.epochs} --lr {depth.lr} --batch {depth.batch} "
-        f"--seeds {seeds} --cache {depth.cache} --work FOLDER{' --calibrate' if depth.calibrate else ''}",
+        f"--head-lr {depth.head_lr} --seeds {seeds} --cache {depth.cache} --work FOLDER{' --calibrate' if depth.calibrate else ''}",
         ("method", "accuracy, %", "95 % interval", "less exact, paired", "± s.e.", "MB held", "times fewer", "step / exact"),
     )
     exact = accuracies(results[EXACT])
@@ -131,7 +133,7 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
     start = "from the classifier of the run that trained it alone, then " if depth.calibrate else ""
     report.remarks = [
         f"{trained} training images, the same for every method ({start}{depth.epochs} epochs, SGD, momentum 0.9, learning rate "
-        f"{depth.lr}, falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval, "
+        f"{depth.lr} ({depth.head_lr} for the classifier alone), falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval, "
         f"no augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same "
         "for every method.",
         f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. The standard error is "
