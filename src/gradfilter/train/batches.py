@@ -6,6 +6,7 @@ a function of the seed, the view and the image. So a run can go on from any batc
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from gradfilter.data import ImageSet, Transform
 
 ORDER, VIEW, STEP = range(3)
 """What a seed is for, so that no two uses of one seed draw the same numbers."""
+GRACE = 10
+"""Seconds that a worker works on after it was told to end."""
 
 
 def mix(*numbers: int) -> int:
@@ -67,8 +70,15 @@ def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[
         num_workers=workers,
         generator=torch.Generator(),  # or the global one is drawn from
         collate_fn=collate,
+        worker_init_fn=outlast_signals,
     )
     yield from loader
+
+
+def outlast_signals(worker: int) -> None:
+    """Let a worker work on for a while when all processes of a run are told to end: the step at work needs it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
 def collate(items: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
