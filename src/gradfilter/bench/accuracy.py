@@ -109,17 +109,13 @@ def find_results(settings: Settings) -> Results | None:
 
 def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Results]], tested: int) -> Report:
     """Return the table of all runs of one depth."""
-    first = next(iter(results.values()))[0]
-    seeds, trained = len(results[EXACT]), sum(first.train_counts)
-    what = (
-        "all layers" if depth.plan == "all" else f"the last {depth.plan.removeprefix('last')} convolutions and the classifier"
-    )
+    first = results[EXACT][0]
+    what = f"the last {depth.plan.removeprefix('last')} convolutions and the classifier"
     report = Report(
         f"accuracy-{label}-{model}-{depth.plan}",
-        f"Accuracy: {model}, ImageNet weights, {label}, {what} trained, {first.settings['resolution']} px",
-        f"python -m gradfilter.bench accuracy --data FOLDER --label {label} --model {model} --weights FILE --plan {depth.plan} "
-        f"{f'--images {depth.images} ' if depth.images else ''}--epochs {depth.epochs} --lr {depth.lr} --batch {depth.batch} "
-        f"--head-lr {depth.head_lr} --seeds {seeds} --cache {depth.cache} --work FOLDER{' --calibrate' if depth.calibrate else ''}",
+        f"Accuracy: {model}, ImageNet weights, {label}, {'all layers' if depth.plan == 'all' else what} trained, "
+        f"{first.settings['resolution']} px",
+        make_command(label, model, depth, len(results[EXACT])),
         ("method", "accuracy, %", "95 % interval", "less exact, paired", "± s.e.", "MB held", "times fewer", "step / exact"),
     )
     exact = accuracies(results[EXACT])
@@ -130,18 +126,32 @@ def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Re
         error = statistics.stdev(differences) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         paired = ("–", "–") if method == EXACT else (f"{statistics.mean(differences):+.2f}", f"{error:.2f}")
         report.rows.append((method, f"{mean:.2f}", f"{100 * low:.2f}–{100 * high:.2f}", *paired, *describe_cost(runs, results)))
-    start = "from the classifier of the run that trained it alone, then " if depth.calibrate else ""
-    report.remarks = [
-        f"{trained} training images, the same for every method ({start}{depth.epochs} epochs, SGD, momentum 0.9, learning rate "
-        f"{depth.lr} ({depth.head_lr} for the classifier alone), falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient clip 2, batch norms in eval, "
-        f"no augmentation); all {tested} test images; {seeds} seeds, each with its own images, order and classifier, the same "
-        "for every method.",
+    report.remarks = describe_runs(depth, first, len(exact), tested)
+    return report
+
+
+def make_command(label: str, model: str, depth: Depth, seeds: int) -> str:
+    """Return the command that repeats the runs."""
+    options = {"label": label, "model": model, "plan": depth.plan, "images": depth.images, "epochs": depth.epochs}
+    options |= {"lr": depth.lr, "head-lr": depth.head_lr, "batch": depth.batch, "seeds": seeds, "cache": depth.cache}
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    words += ["--calibrate"] if depth.calibrate else []
+    return " ".join(["python -m gradfilter.bench accuracy --data FOLDER --weights FILE --work FOLDER", *words])
+
+
+def describe_runs(depth: Depth, first: Results, seeds: int, tested: int) -> list[str]:
+    """Return the remarks below the table."""
+    start = "All but the first row start from the weights of the first, of the same seed. " if depth.calibrate else ""
+    return [
+        f"{sum(first.train_counts)} training images, {depth.epochs} epochs, SGD with momentum 0.9, learning rate {depth.lr} "
+        f"({depth.head_lr} for the classifier alone) falling along a cosine, batch {depth.batch}, weight decay 1e-4, gradient "
+        f"clip 2, batch norms in eval mode, no augmentation. {start}All {tested} test images. {seeds} seeds: order, new "
+        "classifier and, where not all are trained on, the choice of images are the seed's, and the same for every method.",
         f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. The standard error is "
         "that of the difference to exact, paired by seed.",
-        f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, trunk "
-        "included, median of alternating rounds.",
+        f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, frozen "
+        "layers included, median of alternating rounds in one process.",
     ]
-    return report
 
 
 def accuracies(runs: list[Results]) -> list[float]:
