@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradfilter.bench import approximation
+from data_folders import make_classes, make_files
+from gradfilter.bench import accuracy, approximation
 from gradfilter.bench.__main__ import main
 from gradfilter.bench.fidelity import compare, measure
 
@@ -90,3 +91,41 @@ def test_approximation_is_held_against_the_projected_jacobian():
         cosine, error = approximation.compare(function, x, gy, (3, 3))
         assert 0.5 < cosine < 0.9999
         assert error > 0.01
+
+
+def test_accuracy_benchmark_pairs_methods_and_keeps_runs(tmp_path, capsys, monkeypatch):
+    data = make_files(tmp_path / "colours", {**make_classes("train/", a=6, b=6), **make_classes("test/", a=4, b=4)})
+    monkeypatch.setattr(accuracy, "METHODS", {name: accuracy.METHODS[name] for name in ("exact", "lift, patch 2")})
+    arguments = ["--save", str(tmp_path), "accuracy", "--data", str(data), "--label", "colours", "--model", "cifar-resnet20"]
+    arguments += [
+        "--weights",
+        "random",
+        "--plan",
+        "last2",
+        "--epochs",
+        "1",
+        "--batch",
+        "4",
+        "--seeds",
+        "2",
+        "--cache",
+        "memory",
+    ]
+    arguments += ["--calibrate", "--work", str(tmp_path / "runs")]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    rows = json.loads((tmp_path / "accuracy-colours-cifar-resnet20-last2.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["head only", "exact", "lift, patch 2"]
+    assert rows[1]["step / exact"] == "1.00"
+    assert float(rows[2]["times fewer"]) > 1
+    assert "--calibrate" in first
+    stored = json.loads((tmp_path / "runs" / "last2-lift-patch2-seed1" / "results.json").read_text())
+    assert stored["settings"]["weights"].endswith("last2-headonly-seed1/best.safetensors")
+    monkeypatch.setattr(accuracy, "train", lambda *_, **__: pytest.fail("a run that is done was run again"))
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_the_interval_is_wilsons():
+    low, high = accuracy.find_interval(0.9, 100)
+    assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
