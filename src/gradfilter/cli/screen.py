@@ -66,7 +66,7 @@ class Bar(Lines):
                 total=step.batches,
                 file=self.stream,
                 desc=f"epoch {step.epoch}/{step.epochs}",
-                bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} {postfix}",
+                bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
                 leave=False,
                 dynamic_ncols=True,
             )
