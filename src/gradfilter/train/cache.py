@@ -75,6 +75,7 @@ def build_cache(
     first: Tensor,
     rows: int,
     *,
+    last: int,
     place: Place,
     folder: Path,
     key: str,
@@ -85,7 +86,8 @@ def build_cache(
     Args:
         trunk: The trunk.
         batches: Gives pairs of rows and images, until every row was given once. Not looked at where the file exists.
-        first: A batch of images, to record and check the trunk with.
+        first: The first images, a whole batch, to check the trunk with.
+        last: How many images the last batch of an epoch has.
         rows: How many rows there are: images times views.
         place: "memory" or "disk".
         folder: Where the files of a cache on disk are kept.
@@ -97,7 +99,7 @@ def build_cache(
     header = {"key": key, "rows": rows, "bytes": size, "cut": [repr(spec) for spec in record.cut]}
     files = [folder / f"{key}.{i}.bin" for i in range(len(record.cut))]
     where = f"on disk, in {folder}" if place == "disk" else "in memory"
-    check_trunk(trunk, first)
+    check_trunk(trunk, first, last)
     if place == "disk" and is_written(folder / f"{key}.json", header, files):
         cache = open_cache(record, rows, files, write=False)
         if holds(cache, trunk.compute(first)):
@@ -207,21 +209,22 @@ def find_free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_trunk(trunk: Trunk, images: Tensor) -> None:
+def check_trunk(trunk: Trunk, first: Tensor, last: int) -> None:
     """Refuse a trunk whose cut is not a function of each image alone, or from which the model does not give its own output.
 
     Trained parameters are changed between computing the cut and running from it, so that a cut that depends on them shows; the
-    images are not those of the record.
+    images are not those of the record; gradients are looked at, too. Images are run among others, and in a batch as small
+    as the last one of an epoch.
     """
-    images = torch.empty_like(images).copy_(images.flip(-1))
+    images, mixed = torch.empty_like(first).copy_(first.flip(-1)), first.clone()
+    half = -(-len(first) // 2)
+    mixed[:half] = images[:half]
     record = trunk.find_record(images)
     try:
-        cut, part = trunk.compute(images), trunk.compute(images[: max(1, len(images) // 2)])
-        with torch.set_grad_enabled(trunk.model.training), disturbed(trunk.model):
-            with seeded(0):
-                output = find_tensors(trunk.run(record, [x.clone() for x in cut]))
-            with seeded(0):
-                expected = find_tensors(trunk.model(images.clone()))
+        cut, among_others, among_fewer = (trunk.compute(x) for x in (images, mixed, images[:last]))
+        with disturbed(trunk.model):
+            results = run_with_gradients(trunk.model, lambda: trunk.run(record, [x.clone() for x in cut]))
+            expected = run_with_gradients(trunk.model, lambda: trunk.model(images.clone()))
             again = trunk.compute(images)
     except TrunkError as error:
         refuse_trunk(str(error))
@@ -229,26 +232,45 @@ def check_trunk(trunk: Trunk, images: Tensor) -> None:
         refuse_trunk(f"run without them, the model fails ({type(error).__name__}: {error})")
     if not all(is_close(x, y) for x, y in zip(cut, again, strict=True)):
         refuse_trunk("they give other results for the same images, or depend on what is trained")
-    if not all(is_close(x[: len(y)], y) for x, y in zip(cut, part, strict=True)):
+    if not all(is_close(x[:half], y[:half]) for x, y in zip(cut, among_others, strict=True)):
         refuse_trunk("they mix the images of a batch")
-    if len(output) != len(expected) or not all(map(is_close, output, expected)):
-        refuse_trunk("run without them, the model gives other results; it may compute by other means than torch functions")
+    if not all(is_close(x[:last], y) for x, y in zip(cut, among_fewer, strict=True)):
+        refuse_trunk(f"they give other results for the same images in a batch of {last}, the last one of an epoch")
+    if len(results) != len(expected) or not all(map(is_close, results, expected)):
+        refuse_trunk(
+            "run without them, the model gives other results. It may compute by other means than torch functions, or compute "
+            "frozen layers again in its backward pass (checkpointing)"
+        )
+
+
+def run_with_gradients(model: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
+    """Return the outputs of a forward and, in training mode, the gradients of a loss for trained parameters."""
+    with seeded(0), torch.set_grad_enabled(model.training):
+        outputs = find_tensors(forward())
+        losses = [y.float().square().mean() for y in outputs if y.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return outputs + gradients
 
 
 @contextmanager
 def disturbed(model: nn.Module) -> Iterator[None]:
-    """Give a model other trained parameters for a while."""
+    """Give a model other trained parameters, without gradients, for a while."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.detach().clone() for p in parameters]
+    kept = [(p.detach().clone(), p.grad) for p in parameters]
     try:
         with torch.no_grad():
             for p in parameters:
+                p.grad = None
                 p.add_(0.05 * p.abs().mean() + 0.001)
         yield
     finally:
         with torch.no_grad():
-            for p, values in zip(parameters, kept, strict=True):
+            for p, (values, grad) in zip(parameters, kept, strict=True):
                 p.copy_(values)
+                p.grad = grad
 
 
 def is_close(x: Tensor, y: Tensor) -> bool:

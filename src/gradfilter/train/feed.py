@@ -65,16 +65,18 @@ class Feed:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
-        count = views * len(self.images)
+        count = len(self.images)
         first = self.make_input(self.batch)
-        self.records = {size: self.record(trunk, size) for size in (len(first), len(self.images) % len(first)) if size}
+        last = count % len(first) or len(first)
+        self.records = {size: self.record(trunk, size) for size in {len(first), last}}
         with self.mode(), untouched(self.model):
             about = self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
             key = make_key(trunk, self.records[len(first)], *about)
-            images = (
-                (rows, x.to(self.device)) for rows, x in load(self.rows, torch.arange(count).split(self.batch), self.workers)
+            batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
+            images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
+            self.cache = build_cache(
+                trunk, images, first, views * count, last=last, place=place, folder=folder, key=key, tell=tell
             )
-            self.cache = build_cache(trunk, images, first, count, place=place, folder=folder, key=key, tell=tell)
         self.trunk = trunk
 
     def record(self, trunk: Trunk, size: int) -> Record:

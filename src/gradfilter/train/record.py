@@ -28,6 +28,10 @@ READERS = frozenset(
     "allclose is_nonzero".split()
 ) | {torch.equal, torch.allclose, torch.is_nonzero}
 """Functions that hand values of a tensor to Python, where they can steer what the model does next."""
+MAKERS = frozenset(getattr(Tensor, f"new_{name}") for name in "empty empty_strided zeros ones full".split()) | {
+    getattr(torch, f"{name}_like") for name in "empty zeros ones full rand randn randint".split()
+}
+"""Functions that look at the shape and type of a tensor alone."""
 PLAIN = (type(None), int, float, complex, str, bytes, tuple, slice, EllipsisType)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of arguments whose text says all about them."""
@@ -111,6 +115,7 @@ class Record:
         cut: Specs of the tensors that trained calls read of the trunk.
         input: The place of the images themselves in the cut, where trained calls read them.
         ready: For each call after which tensors of the cut have their final values: which ones.
+        end: The last call of the trunk that is no view.
     """
 
     calls: list[Call]
@@ -120,6 +125,7 @@ class Record:
     cut: list[Spec] = field(default_factory=list)
     input: int | None = None
     ready: dict[int, list[int]] = field(default_factory=dict)
+    end: int = -1
 
 
 class Recorder(TorchFunctionMode):
@@ -161,10 +167,8 @@ class Recorder(TorchFunctionMode):
                     raise TrunkError(f"{name_of(func)} gives a tensor another shape or other memory in place")
                 call = Call(func, describe(self.names, (args, kwargs, result)))
                 self.file(call, given, made, changed, drew, result)
-            elif func in READERS:
-                self.note_reader(name_of(func), given)
             else:
-                self.asks.add(func)
+                self.note_ask(func, given)
         return result
 
     def note_storages(self, given: list[Tensor], made: list[Tensor], changed: list[Tensor]) -> None:
@@ -178,20 +182,21 @@ class Recorder(TorchFunctionMode):
         version = -1 if x.is_inference() else x._version
         return storage(x), x.shape, x.stride(), version, x.clone() if storage(x) in self.buffers else None
 
-    def note_reader(self, name: str, given: list[Tensor]) -> None:
+    def note_ask(self, func: Callable[..., Any], given: list[Tensor]) -> None:
         """Refuse a function that hands values of the trunk to Python; remember one that does so with trained ones."""
-        keys = [storage(x) for x in given]
+        self.asks.add(func)
+        keys = [storage(x) for x in given] if func in READERS else []
         if any(key in self.trained for key in keys):
-            self.steered = name
+            self.steered = name_of(func)
         elif any(key in self.base for key in keys):
-            raise TrunkError(f"{name} reads values of an activation, which may decide what the model does next")
+            raise TrunkError(f"{name_of(func)} reads values of an activation, which may decide what the model does next")
 
     def file(self, call: Call, given: list[Tensor], made: list[Tensor], changed: list[Tensor], drew: bool, result: Any) -> None:
         """Decide what a call is: the trunk's, one to run each time (trained, or random), or one apart from all images."""
         index = len(self.calls)
         self.calls.append(call)
         if drew or any(x.requires_grad or storage(x) in self.trained for x in (*given, *made)):
-            self.note_read(given)
+            self.note_read(given if call.function not in MAKERS else [])
             self.trained.update(storage(x) for x in (*made, *changed))
         elif any(storage(x) in self.base for x in given):
             if self.steered:
@@ -202,8 +207,14 @@ class Recorder(TorchFunctionMode):
         call.text = ""
 
     def note_read(self, tensors: list[Tensor]) -> None:
-        """Note which of these tensors are the trunk's: they are the cut."""
-        self.read.update((storage(x), None) for x in tensors if storage(x) in self.base and storage(x) not in self.trained)
+        """Note which of these tensors are the trunk's: they are the cut. What is still blank is made each time instead."""
+        for key in map(storage, tensors):
+            call = self.calls[self.base[key][0]] if key in self.base else None
+            if call and call.function in MAKERS and key not in self.written:
+                del self.base[key]
+                call.text, call.kind = "", "run"
+            elif call and key not in self.trained:
+                self.read[key] = None
 
     def file_trunk(
         self, call: Call, index: int, given: list[Tensor], made: list[Tensor], changed: list[Tensor], result: Any
@@ -243,7 +254,8 @@ class Recorder(TorchFunctionMode):
             record.cut.append(spec)
             record.ready.setdefault(self.written.get(key, index), []).append(place)
             record.input = place if index < 0 else record.input
-        for call in self.calls:
+        for index, call in enumerate(self.calls):
+            record.end = index if call.text and call.kind != "view" else record.end
             self.fill_in(call, places)
         if not record.cut:
             raise TrunkError("no trained layer reads anything of the images")
@@ -252,7 +264,7 @@ class Recorder(TorchFunctionMode):
     def fill_in(self, call: Call, places: dict[int, int]) -> None:
         """Say how a call is answered, now that the cut is known."""
         if call.kind == "view":
-            if any(part.key in places for part in find_parts(call.answer)):
+            if any(part.key in places or part.key not in self.base for part in find_parts(call.answer)):
                 call.answer = None
                 return
             call.kind, places = "skip" if isinstance(call.answer, Part) else "several", {}

@@ -34,7 +34,7 @@ from gradfilter.train.record import (
 
 
 class Capture(TorchFunctionMode):
-    """Run a recorded forward as far as its cut, and take the cut's tensors; calls of the trunk must be as recorded."""
+    """Run a recorded forward to the end of its trunk, and take the cut's tensors; calls of the trunk must be as recorded."""
 
     def __init__(self, model: nn.Module, record: Record) -> None:
         """Start at the first call."""
@@ -63,15 +63,15 @@ class Capture(TorchFunctionMode):
         return result
 
     def take(self, index: int) -> None:
-        """Copy the tensors that are ready; stop the forward after the last of them."""
+        """Copy the tensors that are ready; stop the forward where the trunk ends."""
         for place in self.record.ready.get(index, ()):
             self.taken[place] = self.made[place].detach().clone(memory_format=torch.preserve_format)
-        if len(self.taken) == len(self.record.cut):
+        if index >= self.record.end:
             raise Reached
 
 
 class Reached(Exception):  # noqa: N818 (no error, but torch runs hooks that clean up after an Exception only)
-    """Ends a forward at the cut."""
+    """Ends a forward behind the trunk."""
 
 
 class Replay(TorchFunctionMode):
