@@ -19,7 +19,7 @@ HEAD, EXACT = "head only", "exact"
 METHODS: dict[str, dict[str, Any]] = {
     EXACT: {"exact": True},
     **{f"lift, patch {r}": {"patch": r} for r in (2, 4, 7)},
-    "lift, grid 4": {"grid": 4},
+    **{f"lift, grid {n}": {"grid": n} for n in (4, 7)},
     **{f"lumped, patch {r}": {"patch": r, "kernel": "lumped"} for r in (2, 4, 7)},
 }
 RECIPE: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4, "clip": 2.0, "batch_norm": "eval"}
