@@ -38,19 +38,20 @@ class Judged:
 def judge(model: nn.Module, feed: Feed, fabric: Any) -> Judged:
     """Run a model over all images of a feed, in eval mode."""
     torchmetrics = import_extra("torchmetrics", "Judging a model")
-    loss = torchmetrics.MeanMetric().to(feed.device)
     confusion = torchmetrics.classification.MulticlassConfusionMatrix(len(feed.images.classes)).to(feed.device)
     probabilities: list[Tensor] = []
+    loss = 0.0  # not torchmetrics' mean, which leaves NaN out
     model.eval()
     with torch.no_grad(), fabric.autocast():
         for labels, forward in feed.run(torch.arange(len(feed.images)), 0):
             output = forward().float()
-            loss.update(F.cross_entropy(output, labels), len(labels))
+            loss += float(F.cross_entropy(output, labels, reduction="sum"))
             confusion.update(output.argmax(1), labels)
             probabilities.append(output.softmax(1).cpu())
     table = confusion.compute().cpu()
     rows = tuple(tuple(int(n) for n in row) for row in table)
-    return Judged(float(loss.compute()), float(table.diagonal().sum()) / len(feed.images), rows, torch.cat(probabilities))
+    count = len(feed.images)
+    return Judged(loss / count, float(table.diagonal().sum()) / count, rows, torch.cat(probabilities))
 
 
 def find_samples(feed: Feed, probabilities: Tensor) -> tuple[Sample, ...]:

@@ -150,6 +150,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         check_numbers(job, state, state.loss)
         job.watch.step(describe_step(job, state))
         if stop or (settings.save_every and (step + 1) % settings.save_every == 0):
+            check_numbers(job, state, *sum_weights(job))
             save(job, state)
         if stop:
             raise InterruptedRunError(f"stopped in epoch {state.epoch + 1} after {state.batch} of {job.batches} batches")
@@ -159,6 +160,7 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
     """Judge the model on the held-out images; where it is the best yet, keep it and return that; write the checkpoint."""
     begin, number, settings = time.perf_counter(), state.epoch + 1, job.settings
     is_due = number % settings.val_every == 0 or number == settings.epochs
+    check_numbers(job, state, *sum_weights(job))
     judged = judge(job.model, job.val, job.fabric) if is_due else None
     check_numbers(job, state, judged.loss if judged else 0)
     epoch = Epoch(
@@ -295,8 +297,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def save(job: Job, state: State) -> None:
-    """Write the checkpoint to go on from, where there is something to go on from."""
-    check_numbers(job, state, *(float(p.detach().sum()) for p in job.trained))
+    """Write the checkpoint to go on from."""
     about = {
         **job.describe_model(),
         "settings": job.settings.to_dict(),
@@ -380,6 +381,11 @@ def describe_step(job: Job, state: State) -> Step:
         saved_bytes=job.saved_bytes,
         seconds_left=past / done * (job.settings.epochs * job.batches - done),
     )
+
+
+def sum_weights(job: Job) -> Iterator[float]:
+    """Give the sum of each trained parameter, which is no finite number where one of its values is none."""
+    return (float(p.detach().sum()) for p in job.trained)
 
 
 def check_numbers(job: Job, state: State, *numbers: float) -> None:
