@@ -26,7 +26,7 @@ from gradfilter.train.feed import Feed, untouched
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
-WEIGHTS, SPLIT, LIMIT = range(16, 19)
+WEIGHTS, LIMIT = 16, 18
 """More uses of a seed, besides those of `gradfilter.train.batches`."""
 
 
