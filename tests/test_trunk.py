@@ -184,6 +184,7 @@ class Steps:
 steps = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)
 
 
+@pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.booleans())
 def test_a_random_program_replays_or_is_refused(steps, filtered):
