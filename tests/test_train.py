@@ -27,6 +27,7 @@ from gradfilter.report import Epoch, Results
 from gradfilter.train import Settings, train
 from gradfilter.train.batches import STEP, VIEW, Rows, load, mix, shuffle
 from gradfilter.train.checkpoint import load_checkpoint
+from gradfilter.train.feed import Feed
 from gradfilter.train.job import WEIGHTS, draw_evenly
 from gradfilter.train.run import DivergedError, find_rate
 from gradfilter.train.watch import Step, Watch
@@ -180,6 +181,21 @@ def test_views_are_a_function_of_seed_view_and_image(photos):
     assert not all(torch.equal(first, other) for other in others)
     seeds = [make_rows(photos, seed)[3][1] for seed in range(1, 6)]
     assert not all(torch.equal(first, other) for other in seeds)
+
+
+def test_views_come_in_turn_and_from_any_batch(photos):
+    rows = make_rows(photos)
+    for views, same in ((2, {(0, 2), (1, 3)}), (None, set())):
+        feed = Feed(
+            rows.images, rows.transform, nn.Flatten(), torch.device("cpu"), 5, views=views, seed=0, workers=0, training=True
+        )
+        order = shuffle(18, 0, 0)
+        epochs = [[(labels, forward()) for labels, forward in feed.run(order, epoch)] for epoch in range(4)]
+        seen = [torch.cat([output for _, output in epoch]) for epoch in epochs]
+        assert {(i, j) for i in range(4) for j in range(i) if torch.equal(seen[i], seen[j])} == {(j, i) for i, j in same}
+        assert torch.equal(torch.cat([labels for labels, _ in epochs[0]]), torch.tensor(rows.images.labels)[order])
+        rest = [forward() for _, forward in feed.run(order, 3, start=2)]
+        assert all(torch.equal(x, y) for x, (_, y) in zip(rest, epochs[3][2:], strict=True))
 
 
 def test_workers_change_nothing(photos):
