@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import gradfilter as gf
+from data_folders import make_classes, make_files
+from gradfilter.bench.__main__ import main
 from gradfilter.data import ImageSet, Transform
 from gradfilter.data.images import ArrayReader
 from gradfilter.errors import DataError, SettingsError
@@ -357,6 +359,22 @@ def test_files_are_mapped_and_never_written_to(tmp_path):
     assert "found" in keep(again, tmp_path)[0]
     second = train(again, 2)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# The benchmark.
+
+
+def test_the_benchmark_prints_a_row_per_place(tmp_path, capsys):
+    make_files(tmp_path / "data", make_classes(a=10, b=10))
+    args = ["cache", "--data", str(tmp_path / "data"), "--model", "cifar-resnet20", "--weights", "random", "--plan", "last2"]
+    assert main(["--save", str(tmp_path), *args, "--pixels", "16", "--images", "8", "--batch", "4", "--rounds", "1"]) == 0
+    (file,) = tmp_path.glob("*.json")
+    rows = {row["cache"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["off", "memory", "disk"]
+    assert rows["off"]["epoch / off"] == "1.00"
+    assert rows["memory"]["cached MB"] == rows["disk"]["cached MB"] != ""
+    assert "| disk " in capsys.readouterr().out
+    assert str(tmp_path) not in file.read_text()
 
 
 # Refusals.

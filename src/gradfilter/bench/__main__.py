@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
-from gradfilter.bench import accuracy, approximation, coverage, fidelity, memory, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, step
 from gradfilter.errors import GradFilterError
 
 
@@ -50,6 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--seeds", type=int, default=3)
     sub.add_argument("--calibrate", action="store_true", help="start all methods from the classifier that was trained alone")
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
+    sub = commands.add_parser("cache")
+    sub.add_argument("--data", type=Path, required=True, help="a folder of images, a folder per class")
+    sub.add_argument("--label", default="photographs", help="what to call them in the report")
+    sub.add_argument("--model", default="mcunet-in3")
+    sub.add_argument("--weights", default="pretrained", help="a weight file, 'pretrained' or 'random'")
+    sub.add_argument("--plan", default="last4", help="head, last2, last4, …")
+    sub.add_argument("--pixels", type=int, default=176)
+    sub.add_argument("--images", type=int, default=512)
+    sub.add_argument("--batch", type=int, default=32)
+    sub.add_argument("--rounds", type=int, default=3)
+    sub.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
@@ -57,6 +69,10 @@ def main(argv: list[str] | None = None) -> int:
                 args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.head_lr, args.calibrate
             )
             reports = [accuracy.measure(args.data, args.label, args.model, args.weights, depth, args.seeds, args.work)]
+        elif args.command == "cache":
+            settings = cache.make_settings(args.data, args.model, args.weights, args.plan)
+            changes = {"resolution": args.pixels, "limit": args.images, "batch": args.batch, "threads": args.threads}
+            reports = [cache.measure(dataclasses.replace(settings, **changes), args.label, args.rounds)]
         elif args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
         elif args.command == "approximation":

@@ -32,7 +32,7 @@ MAKERS = frozenset(getattr(Tensor, f"new_{name}") for name in "empty empty_strid
     getattr(torch, f"{name}_like") for name in "empty zeros ones full rand randn randint".split()
 }
 """Functions that look at the shape and type of a tensor alone."""
-PLAIN = (type(None), int, float, complex, str, bytes, tuple, slice, EllipsisType)
+PLAIN = (type(None), int, float, complex, str, bytes, slice, EllipsisType)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of arguments whose text says all about them."""
 
@@ -285,13 +285,13 @@ class Recorder(TorchFunctionMode):
 
 def describe(names: dict[int, str], tree: Any) -> str:
     """Return what can be said of arguments and results without the values of activations."""
-
-    def say(leaf: Any) -> str:
-        if isinstance(leaf, Tensor):
-            return f"{names.get(storage(leaf), '')}{list(leaf.shape)}{leaf.dtype}"
-        return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__name__
-
-    return repr(tree_map(say, tree))
+    if isinstance(tree, Tensor):
+        return f"{names.get(storage(tree), '')}{list(tree.shape)}{tree.dtype}"
+    if isinstance(tree, dict):
+        return f"{{{', '.join(f'{key}: {describe(names, value)}' for key, value in tree.items())}}}"
+    if isinstance(tree, (tuple, list)):
+        return f"({', '.join(describe(names, value) for value in tree)})"
+    return repr(tree) if isinstance(tree, PLAIN) else type(tree).__name__
 
 
 def is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -306,7 +306,10 @@ def find_names(model: nn.Module) -> dict[int, str]:
 
 def find_tensors(tree: Any) -> list[Tensor]:
     """List the tensors in arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [x for value in values for x in find_tensors(value)]
 
 
 def find_parts(tree: Any) -> list[Part]:
