@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+PARENT = os.getppid()
+
 
 def small() -> nn.Sequential:
     """A network with a trunk to cache, batch norms and dropout."""
@@ -44,7 +46,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = Path(os.environ.get("TRAIN_GATE", "/nonexistent"))
         self.passed += 1
-        while gate.exists() and self.passed > int(gate.read_text()):
+        while gate.exists() and self.passed > int(gate.read_text()) and os.getppid() == PARENT:
             gate.with_name(f"{gate.name}.reached").touch()
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 gate.with_name(f"{gate.name}.asked").touch()
