@@ -139,7 +139,9 @@ def test_errors_say_what_was_given_and_what_to_do(args, words, nets, capsys):
 
 
 def test_a_lost_gradient_is_no_success(nets, capsys, monkeypatch):
-    monkeypatch.setattr("gradfilter.cli.check.run_backward", lambda model, _: set() if hasattr(model[0], "_seen") else see(model))
+    monkeypatch.setattr(
+        "gradfilter.cli.check.run_backward", lambda model, _: set() if hasattr(model[0], "_seen") else see(model)
+    )
 
     def see(model: nn.Module) -> set[str]:
         model.get_submodule("0").register_buffer("_seen", None)

@@ -21,35 +21,35 @@ PRESET = "cifar10-mcunet-last4-patch2"
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     *[
-        ({name: 0}, f"--{name} is 0, but at least 1")
+        ({name: 0}, f"--{name} is 0, but must be at least 1")
         for name in "epochs batch parts shards views save_every val_every threads resolution patch grid".split()
     ],
     *[
-        ({name: -1}, f"--{name} is -1, but at least 0")
+        ({name: -1}, f"--{name} is -1, but must be at least 0")
         for name in "part workers seed lr momentum weight_decay warmup clip label_smoothing".split()
     ],
     *[
-        ({name: math.nan}, f"--{name} is nan, but at least 0")
+        ({name: math.nan}, f"--{name} is nan, but must be at least 0")
         for name in "lr momentum weight_decay warmup clip label_smoothing".split()
     ],
     *[
         ({name: math.inf}, f"--{name} is inf, which is no finite number")
         for name in "lr momentum weight_decay warmup clip label_smoothing".split()
     ],
-    ({"limit": 1}, "--limit is 1, but at least 2"),
-    *[({"val_share": value}, f"--val_share is {value}, but between 0 and 1") for value in (0, 1, -0.5, math.nan)],
-    ({"label_smoothing": 1}, "--label_smoothing is 1, but below 1"),
+    ({"limit": 1}, "--limit is 1, but must be at least 2"),
+    *[({"val_share": value}, f"--val_share is {value}, but must be between 0 and 1") for value in (0, 1, -0.5, math.nan)],
+    ({"label_smoothing": 1}, "--label_smoothing is 1, but must be below 1"),
     ({"warmup": 11}, "--warmup is 11 epochs, but there are --epochs 10"),
     ({"mean": (0, math.nan, 0)}, "--mean is (0, nan, 0), but three finite numbers"),
     ({"std": (1, 0, 1)}, "--std is (1, 0, 1), but three finite numbers above 0"),
     ({"std": (1, math.inf, 1)}, "--std is (1, inf, 1), but three finite numbers above 0"),
-    ({"augment": "flips"}, "--augment is 'flips', but one of none, flip, standard"),
-    ({"optimizer": "SGD"}, "--optimizer is 'SGD', but one of sgd, adam, adamw"),
-    ({"schedule": "step"}, "--schedule is 'step', but one of cosine, constant"),
-    ({"cache": "ram"}, "--cache is 'ram', but one of off, memory, disk"),
-    ({"precision": "16"}, "--precision is '16', but one of 32-true, bf16-mixed"),
-    ({"kernel": "sum"}, "--kernel is 'sum', but one of lift, lumped"),
-    ({"batch_norm": "off"}, "--batch_norm is 'off', but one of eval, train, frozen"),
+    ({"augment": "flips"}, "--augment is 'flips', but must be one of none, flip, standard"),
+    ({"optimizer": "SGD"}, "--optimizer is 'SGD', but must be one of sgd, adam, adamw"),
+    ({"schedule": "step"}, "--schedule is 'step', but must be one of cosine, constant"),
+    ({"cache": "ram"}, "--cache is 'ram', but must be one of off, memory, disk"),
+    ({"precision": "16"}, "--precision is '16', but must be one of 32-true, bf16-mixed"),
+    ({"kernel": "sum"}, "--kernel is 'sum', but must be one of lift, lumped"),
+    ({"batch_norm": "off"}, "--batch_norm is 'off', but must be one of eval, train, frozen"),
     ({"patch": 2, "grid": 4}, "--patch 2 and --grid 4 both set the resolution of the gradient: give one"),
     ({"part": 2, "parts": 2}, "--part 2 is none of the 2 parts, which count from 0"),
     ({"shards": 2}, "--shards cuts parts out of shards, but --parts is 1: say how many parts"),
@@ -190,7 +190,7 @@ def print_config(capsys, *arguments: str) -> str:
         (["--kernel", "sum"], "--kernel: Expected one of 'lift', 'lumped'. Got value: sum."),
         (["--mean", "[1, 2]"], "--mean: Expected a tuple with 3 elements. Got value: [1, 2]."),
         (["--lr"], "--lr: expected one argument"),
-        (["--lr", "-1", "--epochs", "0"], "--epochs is 0, but at least 1; --lr is -1.0, but at least 0."),
+        (["--lr", "-1", "--epochs", "0"], "--epochs is 0, but must be at least 1; --lr is -1.0, but must be at least 0."),
         (["--config", "/none.yaml"], "--config: File does not exist: '/none.yaml'"),
         (["--preset", "cifar10-mcunet-last4-patch3"], "Did you mean 'cifar10-mcunet-last4-patch"),
         (["--plan", "lats4"], "--plan is 'lats4', which is no plan"),
@@ -217,7 +217,7 @@ def test_bad_arguments_are_one_line_of_error(capsys, tmp_path, monkeypatch, argu
         ("lr: much", "--lr: Expected a float. Got value: much."),
         ("lr: [1", "Problems parsing config"),
         ("words", "Unexpected config: words"),
-        ("lr: -1", "--lr is -1.0, but at least 0."),
+        ("lr: -1", "--lr is -1.0, but must be at least 0."),
     ],
 )
 def test_bad_yaml_files(capsys, tmp_path, content, text):

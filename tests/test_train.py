@@ -198,6 +198,7 @@ def test_views_come_in_turn_and_from_any_batch(photos):
         assert all(torch.equal(x, y) for x, (_, y) in zip(rest, epochs[3][2:], strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on a machine with one core
 def test_workers_change_nothing(photos):
     batches = shuffle(18, 0, 0).split(5)
     alone, helped = (list(load(make_rows(photos), batches, workers)) for workers in (0, 2))

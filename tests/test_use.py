@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,9 +64,29 @@ def test_eval_judges_the_held_out_images_as_the_run_did(run, capsys):
     assert f"accuracy {judged['accuracy']:.2%}" in text
 
 
-def test_eval_takes_all_images_of_a_folder_without_a_split(run, photos, capsys):
-    assert main(["eval", str(run), "--data", str(photos), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["images"] == 36
+def test_eval_takes_all_images_of_another_folder_without_a_split(run, photos, tmp_path, capsys):
+    for name in COLOURS:
+        for i in range(3):
+            write_image(tmp_path / "new" / name / f"{i}.png", np.full((8, 8, 3), COLOURS[name], np.uint8))
+    assert main(["eval", str(run), "--data", str(tmp_path / "new"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 9
+
+
+def test_eval_never_takes_images_that_were_trained_on(run, photos, tmp_path, capsys):
+    held_out = sum(json.loads((run / "results.json").read_text())["val_counts"])
+    copy = shutil.copytree(photos, tmp_path / "copy")
+    for data in (photos, copy):
+        assert main(["eval", str(run), "--data", str(data), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["images"] == held_out
+
+
+def test_eval_refuses_data_that_have_changed_since(photos, tmp_path, capsys):
+    data = shutil.copytree(photos, tmp_path / "data")
+    out = tmp_path / "run"
+    train(Settings(data=str(data), model="cifar-resnet20", weights="random", epochs=1, measure=False, out=str(out)))
+    write_image(data / "red" / "more.png", np.zeros((8, 8, 3), np.uint8))
+    assert main(["eval", str(out)]) == 2
+    assert "are not what they were" in capsys.readouterr().err
 
 
 def test_eval_refuses_images_of_other_classes(run, tmp_path, capsys):

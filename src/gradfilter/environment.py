@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -36,12 +37,26 @@ def find_cpu() -> str:
 
 
 def find_commit() -> str:
-    """Return the commit of the checkout this runs from, marked where files differ from it."""
+    """Return the commit of the checkout this runs from, marked where files differ from it; "unknown" elsewhere."""
     package = Path(gradfilter.__file__).parent
-    head, status = (
-        subprocess.run(["git", *command], cwd=package, check=False, capture_output=True, text=True)
-        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "."])
-    )
-    if head.returncode:
+
+    def ask(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=package, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        if Path(ask("rev-parse", "--show-toplevel")) != package.parents[1]:
+            return "unknown"  # installed inside the checkout of something else
+        return ask("rev-parse", "--short", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def find_free_memory() -> int:
+    """Return how many bytes of memory can be had; what the system keeps of files, and would give, counts where it tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        known = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+        pages = next((name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in known), None)
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else sys.maxsize

@@ -36,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     except GradFilterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader of our output, head or less, has seen enough
         sys.stderr.close()
         return 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,9 +13,9 @@ from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
-from gradfilter.errors import ExitWarning, GradFilterError, InputError, PlanError
+from gradfilter.errors import ExitWarning, InputError, PlanError
 from gradfilter.models import make_model
-from gradfilter.models.outputs import find_outputs
+from gradfilter.models.outputs import explain_failure, find_outputs
 from gradfilter.plan import Backward, Plan
 
 MODEL_HELP = (
@@ -142,16 +140,3 @@ def run_backward(model: nn.Module, outputs: list[Tensor]) -> set[str]:
     got = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.isfinite().all())}
     model.zero_grad()
     return got
-
-
-@contextmanager
-def explain_failure(images: Tensor, where: str) -> Iterator[None]:
-    """Turn what a user's model raises into one line."""
-    try:
-        yield
-    except GradFilterError:
-        raise
-    except Exception as error:
-        raise GradFilterError(
-            f"the model fails on images of shape {list(images.shape)} {where}. It says {type(error).__name__}: {error}"
-        ) from error

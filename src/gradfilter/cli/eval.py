@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from gradfilter.bench.report import make_table
+from gradfilter.errors import SettingsError
 from gradfilter.train.use import Classifier, find_judged_images
 
 
@@ -20,8 +21,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load images (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
+    if args.batch < 1 or args.workers < 0:
+        raise SettingsError(f"--batch {args.batch} --workers {args.workers} cannot be: give at least 1 and 0.")
     classifier = Classifier.load(args.run)
-    images = find_judged_images(args.run, args.data, args.part)
+    images = find_judged_images(classifier, args.data, args.part)
     judged = classifier.judge(images, args.batch, args.workers)
     if args.json:
         result = {"data": images.name, "images": len(images), "accuracy": judged.accuracy, "loss": judged.loss}

@@ -33,7 +33,7 @@ def load_folder(folder: Path, *, val_share: float, seed: int, strict: bool) -> D
     sets = {part: _make_set(folder, part, stamps) for part, stamps in found.items()}
     if len(sets) == 1:
         train, val = split_images(next(iter(sets.values())), val_share, seed)
-        return Data(train, val, None, tuple(skipped))
+        return Data(train, val, None, tuple(skipped), made=True)
     if "val" not in sets:  # then test/ is the part that is held out
         sets["val"] = sets.pop("test")
     return Data(sets["train"], sets["val"], sets.get("test"), tuple(skipped))

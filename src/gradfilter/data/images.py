@@ -79,12 +79,19 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Data:
-    """The parts of a data set, and the files that were left out, each as "path: reason"."""
+    """The parts of a data set, and the files that were left out, each as "path: reason"; `made`: the split is ours."""
 
     train: ImageSet
     val: ImageSet
     test: ImageSet | None
     skipped: tuple[str, ...] = ()
+    made: bool = False
+
+    def join(self) -> ImageSet:
+        """Return the images of train and val as one set: what it was before it was split."""
+        train, val = self.train, self.val
+        labels, names = (*train.labels, *val.labels), (*train.names, *val.names)
+        return dataclasses.replace(train, labels=labels, names=names, read=_Joined(train, val))
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,18 @@ class _Selection:
 
     def identify(self, index: int) -> str:
         return _identify(self.read, self.indices[index])
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The images of two sets, one behind the other."""
+
+    first: ImageSet
+    second: ImageSet
+
+    def __call__(self, index: int) -> "Image":
+        split = len(self.first)
+        return self.first.read(index) if index < split else self.second.read(index - split)
 
 
 def _select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:

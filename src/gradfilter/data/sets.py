@@ -266,7 +266,7 @@ def _load_digits(request: Request) -> Data:
     names = tuple(f"digits/{index}" for index in range(len(pixels)))
     labels = tuple(int(label) for label in found.target)
     images = ImageSet("digits", tuple("0123456789"), labels, names, ArrayReader(pixels), flips=False)
-    return Data(*split_images(images, request.val_share, request.seed), None)
+    return Data(*split_images(images, request.val_share, request.seed), None, made=True)
 
 
 def _load_arrays(name: str, dataset: str, request: Request, classes: Sequence[str] = (), flips: bool = True) -> Data:

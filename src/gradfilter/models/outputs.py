@@ -1,13 +1,15 @@
-"""What a network returns: a tensor, or several in any structure."""
+"""What a network returns: a tensor, several in any structure, or an error."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradfilter.errors import InputError
+from gradfilter.errors import GradFilterError, InputError
 
 
 def find_outputs(result: Any) -> list[Tensor]:
@@ -16,3 +18,16 @@ def find_outputs(result: Any) -> list[Tensor]:
     if not outputs:
         raise InputError(f"the model returned a {type(result).__name__} without a floating point tensor to train on.")
     return outputs
+
+
+@contextmanager
+def explain_failure(images: Tensor, where: str) -> Iterator[None]:
+    """Turn what a user's model raises into one line."""
+    try:
+        yield
+    except GradFilterError:
+        raise
+    except Exception as error:
+        raise GradFilterError(
+            f"the model fails on images of shape {list(images.shape)} {where}. It says {type(error).__name__}: {error}"
+        ) from error

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradfilter.data import ImageSet, Transform
 
-ORDER, VIEW, STEP = range(3)
+ORDER, VIEW, STEP = range(1, 4)
 """What a seed is for, so that no two uses of one seed draw the same numbers."""
 GRACE = 10
 """Seconds that a worker works on after it was told to end."""
@@ -30,10 +30,17 @@ def mix(*numbers: int) -> int:
 
 
 @contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Let torch's functions without a generator argument (transforms, dropout) draw as these numbers say; restore after."""
-    with torch.random.fork_rng():
-        torch.manual_seed(mix(*numbers))
+def seeded(*numbers: int, device: torch.device | None = None) -> Iterator[None]:
+    """Let torch's functions without a generator argument (transforms, dropout) draw as these numbers say; restore after.
+
+    On the CPU, and on a device where one is named: the processes that load images must not touch an accelerator.
+    """
+    seed, devices = mix(*numbers), [] if device is None or device.type != "cuda" else [device]
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond: too long for each image
+        for accelerator in devices:
+            with torch.cuda.device(accelerator):
+                torch.cuda.manual_seed(seed)
         yield
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gradfilter.environment import find_free_memory
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
 from gradfilter.train.batches import seeded
@@ -177,18 +178,23 @@ def open_cache(record: Record, rows: int, files: list[Path] | None, write: bool)
             continue
         if write:
             with files[i].open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, count * spec.dtype.itemsize))  # a full disk shows here
+                allocate(file.fileno(), max(1, count * spec.dtype.itemsize))
         columns.append(torch.from_file(str(files[i]), shared=write, size=count, dtype=spec.dtype).view(shape))
     return Cache(tuple(columns), tuple(record.cut))
 
 
+def allocate(handle: int, size: int) -> None:
+    """Give an open file its size; a full disk shows here, where the system can tell."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.ftruncate(handle, size)
+
+
 def flush(path: Path) -> None:
     """Flush a file to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def check_space(size: int, free: int, what: str, other: Place) -> None:
@@ -198,15 +204,6 @@ def check_space(size: int, free: int, what: str, other: Place) -> None:
             f"the trunk cache would take {size / 1e6:.0f} MB, and there are {free / 1e6:.0f} MB {what}. Use fewer --views, "
             f"--cache {other}, or --cache off."
         )
-
-
-def find_free_memory() -> int:
-    """Return how many bytes of memory can be had; what the system keeps of files, and would give, counts where it tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_trunk(trunk: Trunk, first: Tensor, last: int) -> None:

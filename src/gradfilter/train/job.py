@@ -84,6 +84,7 @@ class Job:
             "resolution": settings.resolution,
             "mean": list(settings.mean or ()),
             "std": list(settings.std or ()),
+            "held_out": self.data.val.fingerprint(contents=False),
         }
 
     def describe_layers(self) -> tuple[Layer, ...]:
@@ -107,12 +108,11 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
         import_extra(package, "gradfilter train")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = settings.make_plan()
+    plan, fabric = settings.make_plan(), make_fabric(settings, folder)
     data = choose_images(settings, watch, data)
     model = make_trained_model(settings, plan, data.train)
     size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 2) for p in model.parameters())
     check_folder(folder, 2 * size)  # best and last, and a draft of each, with the optimizer's state
-    fabric = make_fabric(settings, folder)
     model.to(fabric.device)
     train, val = make_feeds(settings, data, model, fabric.device)
     check_last_batch(settings, plan, train)
@@ -124,8 +124,9 @@ def fill_cache(job: Job) -> None:
     settings, own = job.settings, job.folder / "cache"
     remove_drafts(own)  # but not those in a folder that is shared: they may be another run's, which is at work
     if settings.cache != "off":
-        for feed in (job.train, job.val):
-            feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
+        with job.fabric.autocast():  # as the loop runs it
+            for feed in (job.train, job.val):
+                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
 
 
 def fill_in(settings: Settings) -> Settings:

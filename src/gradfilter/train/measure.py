@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from gradfilter.apply import freeze_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.environment import find_free_memory
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost
 from gradfilter.train.feed import find_logits, untouched
@@ -61,9 +61,9 @@ def take_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 def time_step(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return the seconds of forward, loss and backward."""
-    start = time.perf_counter()
+    start = find_time(images)
     F.cross_entropy(find_logits(model.train()(images)), labels).backward()
-    seconds = time.perf_counter() - start
+    seconds = find_time(images) - start
     model.zero_grad()
     return seconds
 
@@ -71,17 +71,19 @@ def time_step(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def time_inference(model: nn.Module, images: Tensor) -> float:
     """Return the seconds of a forward pass in eval mode."""
     model.eval()
-    start = time.perf_counter()
+    start = find_time(images)
     with torch.inference_mode():
         model(images)
-    return time.perf_counter() - start
+    return find_time(images) - start
+
+
+def find_time(images: Tensor) -> float:
+    """Return the time, once all work on the images' device is done."""
+    if images.is_cuda:
+        torch.cuda.synchronize(images.device)
+    return time.perf_counter()
 
 
 def median(values: list[float]) -> float:
     """Return the median, NaN of nothing."""
     return statistics.median(values) if values else math.nan
-
-
-def find_free_memory() -> int:
-    """Return how many bytes of memory are free, as far as the system tells."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

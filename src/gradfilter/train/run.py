@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import signal
 import time
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +21,12 @@ from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
-from gradfilter.report import Beside, Epoch, Results, write_report
+from gradfilter.models.outputs import explain_failure
+from gradfilter.report import Beside, Cost, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, seeded, shuffle
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
-from gradfilter.train.feed import untouched
+from gradfilter.train.feed import find_logits, untouched
+from gradfilter.train.interrupt import InterruptedRunError, interruptible
 from gradfilter.train.job import Job, fill_cache, fill_in, prepare
 from gradfilter.train.judge import Judged, find_samples, judge
 from gradfilter.train.measure import measure_cost
@@ -37,10 +37,6 @@ CONFIG, PLAN, METRICS, RESULTS = "config.yaml", "plan.yaml", "metrics.csv", "res
 LAST, BEST = "last.safetensors", "best.safetensors"
 REPORTS = "report.html", "report.png"
 """Files of a run's folder."""
-
-
-class InterruptedRunError(GradFilterError, RuntimeError):
-    """Report a run that was stopped from outside, after its checkpoint was written."""
 
 
 class DivergedError(GradFilterError, RuntimeError):
@@ -105,14 +101,12 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     watch = watch or Watch()
     settings = fill_in(settings)
     check_run(settings)
-    find_beside(settings)
+    beside = find_beside(settings)
     job = prepare(settings, watch, data)
     state = restore(job) if settings.resume else State()
+    try_step(job)
     fill_cache(job)
     write_config(job)
-    job.model.train()
-    with untouched(job.model):
-        job.saved_bytes = measure_saved_bytes(job.model, job.train.make_input(job.settings.batch))
     watch.tell(describe_size(job))
     best: Judged | None = None
     with interruptible() as stop:
@@ -121,7 +115,21 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
             best = finish_epoch(job, state) or best
             if stop:
                 raise InterruptedRunError(f"stopped after epoch {state.epoch} of {job.settings.epochs}")
-    return finish(job, state, best)
+    return finish(job, state, best, beside)
+
+
+def try_step(job: Job) -> None:
+    """Run the model on a batch, before anything is written: it must take the images, and give a score for each class."""
+    images = job.train.make_input(job.settings.batch)
+    job.model.train()
+    with untouched(job.model), explain_failure(images, "See --resolution and --batch"), job.fabric.autocast():
+        job.saved_bytes = measure_saved_bytes(job.model, images)
+        shape = list(find_logits(job.model(images)).shape)
+    if shape != [len(images), len(job.data.train.classes)]:
+        raise SettingsError(
+            f"--model {job.settings.model} gives an output of shape {shape} for {len(images)} images of "
+            f"{len(job.data.train.classes)} classes. A classifier gives one score per image and class: take another model."
+        )
 
 
 def train_epoch(job: Job, state: State, stop: list[int]) -> None:
@@ -134,7 +142,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         step = state.epoch * job.batches + state.batch
         for group in job.optimizer.param_groups:
             group["lr"] = find_rate(settings, step, job.batches)
-        with seeded(settings.seed, STEP, step), job.fabric.autocast():
+        with seeded(settings.seed, STEP, step, device=job.fabric.device), job.fabric.autocast():
             output = forward()
             loss = F.cross_entropy(output, labels, label_smoothing=settings.label_smoothing)
         job.fabric.backward(loss)
@@ -186,13 +194,10 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
     return judged if is_best else None
 
 
-def finish(job: Job, state: State, best: Judged | None) -> Results:
+def finish(job: Job, state: State, best: Judged | None, beside: Beside | None) -> Results:
     """Load the best weights, and write the results and the report."""
     layers = job.describe_layers()
-    cost = None
-    if job.settings.measure and not job.settings.exact:
-        images = job.train.make_input(job.settings.batch)
-        cost = measure_cost(job.model, job.plan, images, job.train.labels[: len(images)].to(images.device))
+    cost = find_cost(job)
     weights, _, _ = load_checkpoint(job.folder / BEST)
     job.model.load_state_dict(weights)
     best = best or judge(job.model, job.val, job.fabric)  # a resumed run may not have seen its best epoch
@@ -212,12 +217,25 @@ def finish(job: Job, state: State, best: Judged | None) -> Results:
         skipped=job.data.skipped,
         environment=find_environment(),
         weights_file=BEST,
-        beside=find_beside(job.settings),
+        beside=beside,
     )
     with writing(job.folder):
         replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
     write_report(job.folder, results, find_samples(job.val, best.probabilities))
     return results
+
+
+def find_cost(job: Job) -> Cost | None:
+    """Measure memory and time beside exact backprop; a measurement that fails does not fail the run."""
+    if not job.settings.measure or job.settings.exact:
+        return None
+    images = job.train.make_input(job.settings.batch)
+    try:
+        with job.fabric.autocast():
+            return measure_cost(job.model, job.plan, images, job.train.labels[: len(images)].to(images.device))
+    except (RuntimeError, MemoryError) as error:
+        job.watch.tell(f"memory and time could not be measured: {error}")
+        return None
 
 
 def find_beside(settings: Settings) -> Beside | None:
@@ -335,28 +353,6 @@ def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
             "--overwrite, and --weights for these."
         )
     return weights, extra, about
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM end the run after the step at work, with a checkpoint; a second one ends it at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: types.FrameType | None) -> None:
-        asked.append(number)
-        signal.signal(number, before[number])
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before: dict[int, Any] = {number: signal.signal(number, ask) for number in numbers}
-    except ValueError:  # not the main thread: then signals are somebody else's
-        yield asked
-        return
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def describe_size(job: Job) -> str:

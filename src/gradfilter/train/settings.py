@@ -172,13 +172,15 @@ class Settings:
         least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0}
         values = {name: value for name in least if (value := getattr(self, name)) is not None}
         wrong = [
-            f"--{name} is {value}, but at least {least[name]}" for name, value in values.items() if not value >= least[name]
+            f"--{name} is {value}, but must be at least {least[name]}"
+            for name, value in values.items()
+            if not value >= least[name]
         ]
         wrong += [f"--{name} is {value}, which is no finite number" for name, value in values.items() if math.isinf(value)]
         if not 0 < self.val_share < 1:
-            wrong.append(f"--val_share is {self.val_share}, but between 0 and 1")
+            wrong.append(f"--val_share is {self.val_share}, but must be between 0 and 1")
         if self.label_smoothing >= 1:
-            wrong.append(f"--label_smoothing is {self.label_smoothing}, but below 1")
+            wrong.append(f"--label_smoothing is {self.label_smoothing}, but must be below 1")
         if self.warmup > self.epochs:
             wrong.append(f"--warmup is {self.warmup} epochs, but there are --epochs {self.epochs}")
         if self.mean is not None and not all(map(math.isfinite, self.mean)):
@@ -194,7 +196,7 @@ class Settings:
             name: kind for name, kind in (("kernel", Kernel), ("batch_norm", BatchNorm)) if getattr(self, name) is not None
         }
         return [
-            f"--{name} is {value!r}, but one of {', '.join(get_args(kind))}"
+            f"--{name} is {value!r}, but must be one of {', '.join(get_args(kind))}"
             for name, kind in choices.items()
             if (value := getattr(self, name)) not in get_args(kind)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 import yaml
 from torch import nn
 
-from gradfilter.data import Data, ImageSet, Transform, load_data, make_transforms
+from gradfilter.data import ImageSet, Transform, load_data, make_transforms
 from gradfilter.data.check import check_files
 from gradfilter.data.images import FileReader
 from gradfilter.errors import CheckpointError, DataError
 from gradfilter.models import make_model
 from gradfilter.train.checkpoint import load_checkpoint
-from gradfilter.train.feed import Feed
+from gradfilter.train.feed import Feed, find_logits
 from gradfilter.train.job import choose_images, make_fabric
 from gradfilter.train.judge import Judged, judge
 from gradfilter.train.run import BEST, CONFIG
@@ -37,12 +36,14 @@ class Classifier:
         classes: Names of its outputs.
         transform: From image to input.
         file: Where it comes from.
+        held_out: Fingerprint of the images that the run held out, without their contents.
     """
 
     model: nn.Module
     classes: tuple[str, ...]
     transform: Transform
     file: Path
+    held_out: str
 
     @classmethod
     def load(cls, run: str | Path) -> Classifier:
@@ -59,7 +60,7 @@ class Classifier:
             ) from error
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         _, transform = make_transforms(about["resolution"], about["mean"], about["std"], "none", flips=False)
-        return cls(model.eval(), tuple(about["classes"]), transform, file)
+        return cls(model.eval(), tuple(about["classes"]), transform, file, about["held_out"])
 
     def judge(self, images: ImageSet, batch: int = 64, workers: int = 0) -> Judged:
         """Run over labelled images; their classes have to be the classifier's."""
@@ -78,54 +79,44 @@ class Classifier:
             chunk = names[start : start + batch]
             images = torch.stack([self.transform(reader(start + i)) for i in range(len(chunk))])
             with torch.inference_mode():
-                rows = self.model(images.contiguous(memory_format=torch.channels_last)).softmax(1)
+                rows = find_logits(self.model(images.contiguous(memory_format=torch.channels_last))).softmax(1)
             for name, row in zip(chunk, rows, strict=True):
                 order = row.argsort(descending=True, stable=True).tolist()
                 yield name, [(self.classes[i], float(row[i])) for i in order]
 
 
-def find_judged_images(run: Path, data: str | None, part: Part) -> ImageSet:
-    """Return the images to judge a classifier on: of the run's own data, or of others, one part of them."""
+def find_judged_images(classifier: Classifier, data: str | None, part: Part) -> ImageSet:
+    """Return the images to judge a classifier on: a part of the run's own data, or of others.
+
+    Of other images without a split all are taken. Where they turn out to be the run's own, in another place, only those are
+    that the run held out.
+    """
     if data is None:
-        loaded = choose_images(load_settings(run), Watch(), None)
+        loaded = choose_images(load_settings(classifier.file), Watch(), None)
+        if loaded.val.fingerprint(contents=False) != classifier.held_out:
+            raise DataError(
+                f"the images of the run in '{classifier.file.parent}' are not what they were: some that would be held out now "
+                "may have been trained on. Give other images with --data."
+            )
     else:
-        loaded = load_data(data)
-        if part == "val" and not any(name.startswith("train/") for name in loaded.train.names):
-            return join(loaded)
+        settings = load_settings(classifier.file)
+        loaded = load_data(data, root=settings.root, val_share=settings.val_share, seed=settings.seed)
+        if part == "val" and loaded.made and loaded.val.fingerprint(contents=False) != classifier.held_out:
+            return loaded.join()
     images = {"train": loaded.train, "val": loaded.val, "test": loaded.test}[part]
     if images is None:
-        raise DataError(f"the data of {run if data is None else data} have no {part} part. Give --part val.")
+        raise DataError(f"the data have no {part} part. Give --part val.")
     return images
 
 
-def join(data: Data) -> ImageSet:
-    """Return all images of data that come without a split of their own: none of them was trained on."""
-    train, val = data.train, data.val
-    names, labels = (*train.names, *val.names), (*train.labels, *val.labels)
-    return dataclasses.replace(train, labels=labels, names=names, read=Joined(train, val))
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Read the images of two sets, one behind the other."""
-
-    first: ImageSet
-    second: ImageSet
-
-    def __call__(self, index: int) -> Any:
-        """Read one image."""
-        split = len(self.first)
-        return self.first.read(index) if index < split else self.second.read(index - split)
-
-
-def load_settings(run: Path) -> Settings:
-    """Return the settings of a run."""
-    path = (run if run.is_dir() else run.parent) / CONFIG
+def load_settings(checkpoint: Path) -> Settings:
+    """Return the settings of the run that wrote a checkpoint."""
+    path = checkpoint.parent / CONFIG
     try:
         return Settings.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the settings of the run, '{path}', cannot be read: {error}. Say with --data which images to judge it on."
+            f"the settings of the run, '{path}', cannot be read: {error}. It lies beside the checkpoint: move both together."
         ) from error
 
 
@@ -135,7 +126,8 @@ def find_image_files(paths: Iterable[str | Path]) -> tuple[list[str], tuple[str,
     for path in map(Path, paths):
         if not path.exists():
             raise DataError(f"'{path}' does not exist. Give image files, or folders of them.")
-        inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        below = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        inside = sorted(file for file in below if file.is_file())
         found += [str(file) for file in (inside if path.is_dir() else [path])]
     checked = check_files(found)
     if not checked.stamps:
