@@ -274,7 +274,14 @@ class Process:
         self.gate.write_text(str(inputs))
         environment = {**make_environment(), "TRAIN_GATE": str(self.gate)}
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Tests that run in the background of a shell have Ctrl-C ignored, and their children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.wait_for("reached")
 

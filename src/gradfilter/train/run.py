@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from gradfilter.cost import measure_saved_bytes
+from gradfilter.cost import count_saved
 from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
@@ -120,11 +120,12 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
 
 def try_step(job: Job) -> None:
     """Run the model on a batch, before anything is written: it must take the images, and give a score for each class."""
-    images = job.train.make_input(job.settings.batch)
+    images, outputs = job.train.make_input(job.settings.batch), []
+    there = [*job.model.parameters(), *job.model.buffers()]
     job.model.train()
     with untouched(job.model), explain_failure(images, "See --resolution and --batch"), job.fabric.autocast():
-        job.saved_bytes = measure_saved_bytes(job.model, images)
-        shape = list(find_logits(job.model(images)).shape)
+        job.saved_bytes = count_saved(lambda: outputs.append(job.model(images)), there)
+        shape = list(find_logits(outputs.pop()).shape)
     if shape != [len(images), len(job.data.train.classes)]:
         raise SettingsError(
             f"--model {job.settings.model} gives an output of shape {shape} for {len(images)} images of "
