@@ -363,7 +363,7 @@ def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
     """Run docs/models.md as it stands, in a folder with the two files that it loads."""
     monkeypatch.chdir(tmp_path)
     for name in ("efficientnet-lite0", "mobilenet_v2"):
-        folder = tmp_path / "runs" / f"pets-{name}"
+        folder = tmp_path / "runs" / f"pets-{name}-all"
         folder.mkdir(parents=True)
         trained = save(folder / "best.safetensors", make_model(name, classes=37, generator=seeded(1)))
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
