@@ -380,6 +380,8 @@ def test_the_header_tells_how_to_use_the_weights(photos, tmp_path):
     with safe_open(tmp_path / "out" / "best.safetensors", "pt") as file:
         about = json.loads(file.metadata()[FORMAT])
         names = set(file.keys())
+    held_out = about.pop("held_out")
+    assert len(held_out) == 64 and int(held_out, 16)
     assert about == {
         "version": VERSION,
         "model": "train_nets:small",
