@@ -50,7 +50,22 @@ def build_with_weights(entry: Entry, weights: Weights, classes: int | None) -> n
     model = entry.build(outputs if classes is None else classes)
     kept = {key: value for key, value in tensors.items() if classes in (None, outputs) or key not in classifier}
     model.load_state_dict({**model.state_dict(), **kept})
+    start_small(model, [key for key in classifier if key not in kept])
     return model
+
+
+def start_small(model: nn.Module, classifier: list[str]) -> None:
+    """Let a fresh classifier behind trained layers start with weights of standard deviation 0.01 and no bias.
+
+    Its first gradients reach the trained layers through those weights: larger ones, as some networks' own initialisation
+    gives (timm's EfficientNets divide by the number of classes, not of features), spoil in a few steps what was learnt.
+    Not zero, which would be the end of a classifier with a ReLU behind it (SqueezeNet).
+    """
+    for key, parameter in model.named_parameters():
+        if key in classifier and parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.01)
+        elif key in classifier and key.endswith("bias"):
+            nn.init.zeros_(parameter)
 
 
 def find_shapes(entry: Entry, classes: int | None) -> Shapes:
