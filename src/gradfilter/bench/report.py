@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfilter.environment import find_environment
+from gradfilter.table import align
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as Markdown."""
-        lines = [f"# {self.title}", "", f"`{self.command}`", "", *make_table(self.columns, self.rows), ""]
+        lines = [f"# {self.title}", "", f"`{self.command}`", "", *align(self.columns, self.rows), ""]
         lines += [f"{remark}\n" for remark in self.remarks]
         return "\n".join([*lines, ", ".join(f"{key} {value}" for key, value in find_environment().items()), ""])
 
@@ -41,12 +42,3 @@ class Report:
             "remarks": self.remarks,
         }
         (folder / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a Markdown table, aligned for reading as text."""
-    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return lines

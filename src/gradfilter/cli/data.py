@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gradfilter.bench.report import make_table
 from gradfilter.data.sets import find_root, find_sets
+from gradfilter.table import align
 
 
 def run(argv: list[str]) -> int:
@@ -15,7 +15,7 @@ def run(argv: list[str]) -> int:
         (info.name, info.classes, ", ".join(f"{part} {count:,}" for part, count in info.counts.items()), info.source)
         for info in find_sets().values()
     ]
-    print("\n".join(make_table(("data", "classes", "images", "from"), rows)))
+    print("\n".join(align(("data", "classes", "images", "from"), rows)))
     print(
         f"\nThey are looked for in {find_root()} (or --root), and fetched with --download. Or give a folder of your own, with "
         "one folder per class."

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from gradfilter.bench.report import make_table
 from gradfilter.errors import SettingsError
+from gradfilter.table import align
 from gradfilter.train.use import Classifier, find_judged_images
 
 
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
         (name, sum(row), f"{row[i] / sum(row):.1%}" if sum(row) else "–", find_rival(row, i, classifier.classes))
         for i, (name, row) in enumerate(zip(classifier.classes, judged.confusion, strict=True))
     ]
-    print("\n".join(make_table(("class", "images", "right", "most often taken for"), rows)))
+    print("\n".join(align(("class", "images", "right", "most often taken for"), rows)))
     print(f"\naccuracy {judged.accuracy:.2%}, loss {judged.loss:.3f}, {len(images)} images of {images.name}")
     return 0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gradfilter.bench.report import make_table
 from gradfilter.models.listing import list_models
+from gradfilter.table import align
 
 
 def run(argv: list[str]) -> int:
@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
         (row.name, f"{row.parameters:,}" if row.parameters is not None else "–", row.resolution, row.weights_from)
         for row in list_models(args.pattern)
     ]
-    print("\n".join(make_table(("model", "parameters", "pixels", "pretrained weights"), rows)))
+    print("\n".join(align(("model", "parameters", "pixels", "pretrained weights"), rows)))
     if args.pattern is None:
         print(
             "\nAny model of timm and torchvision works by its name: 'gradfilter models PATTERN' finds them; a model of your "

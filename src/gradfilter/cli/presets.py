@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from fnmatch import fnmatchcase
 
-from gradfilter.bench.report import make_table
 from gradfilter.errors import SettingsError
+from gradfilter.table import align
 from gradfilter.train.presets import find_presets
 
 
@@ -19,5 +19,5 @@ def run(argv: list[str]) -> int:
     if not found:
         raise SettingsError(f"no preset matches {args.pattern!r}. 'gradfilter presets' lists them all.")
     rows = [(p.name, *((f"{p.published.accuracy:.1f} %", p.published.paper) if p.published else ("–", "–"))) for p in found]
-    print("\n".join(make_table(("preset", "published accuracy", "paper"), rows)))
+    print("\n".join(align(("preset", "published accuracy", "paper"), rows)))
     return 0
