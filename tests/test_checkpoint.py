@@ -381,7 +381,8 @@ def test_the_header_tells_how_to_use_the_weights(photos, tmp_path):
         about = json.loads(file.metadata()[FORMAT])
         names = set(file.keys())
     held_out = about.pop("held_out")
-    assert len(held_out) == 64 and int(held_out, 16)
+    assert len(held_out) == 64
+    assert int(held_out, 16)
     assert about == {
         "version": VERSION,
         "model": "train_nets:small",
