@@ -235,7 +235,7 @@ def coarse(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "second derivative. Call backward() without create_graph, or gradfilter.remove_(model) first."
             )
         device = grads[0].device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):  # shapes alone have no autocast
             with torch.autocast(device, enabled=False):
                 return backward(ctx, *grads)
         return backward(ctx, *grads)
