@@ -12,7 +12,7 @@ from gradfilter.bench.setup import shake_
 from gradfilter.bench.unet import UNet
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.models import make_model
-from gradfilter.models.outputs import find_outputs
+from gradfilter.outputs import find_outputs
 from gradfilter.plan import find_layers
 from gradfilter.train.batches import seeded
 from gradfilter.train.cache import check_trunk

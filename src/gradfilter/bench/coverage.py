@@ -24,8 +24,8 @@ from gradfilter.bench.setup import freeze_statistics_, shake_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.models.extras import import_extra
 from gradfilter.models.network import make_listed
-from gradfilter.models.outputs import find_outputs
 from gradfilter.models.weights import random_weights_from
+from gradfilter.outputs import find_outputs
 from gradfilter.plan import Backward, Plan
 
 BATCH = 2

@@ -15,7 +15,7 @@ from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, InputError, PlanError
 from gradfilter.models import make_model
-from gradfilter.models.outputs import explain_failure, find_outputs
+from gradfilter.outputs import explain_failure, find_outputs
 from gradfilter.plan import Backward, Plan
 
 MODEL_HELP = (

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradfilter.data import ImageSet, Transform
-from gradfilter.models.outputs import find_outputs
+from gradfilter.outputs import find_logits
 from gradfilter.train.batches import Rows, load, seeded
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.record import Record, TrunkError
@@ -140,8 +139,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
-
-
-def find_logits(output: Any) -> Tensor:
-    """Return the class scores in a model's output: it, or the first tensor of several (others are auxiliary heads')."""
-    return output if isinstance(output, Tensor) else find_outputs(output)[0]

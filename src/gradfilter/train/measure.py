@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from gradfilter.apply import freeze_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.environment import find_free_memory
+from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost
-from gradfilter.train.feed import find_logits, untouched
+from gradfilter.train.feed import untouched
 
 ROUNDS = 5
 MOST_SHARE = 0.5

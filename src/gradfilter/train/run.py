@@ -21,11 +21,11 @@ from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
-from gradfilter.models.outputs import explain_failure
+from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, seeded, shuffle
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
-from gradfilter.train.feed import find_logits, untouched
+from gradfilter.train.feed import untouched
 from gradfilter.train.interrupt import InterruptedRunError, interruptible
 from gradfilter.train.job import Job, fill_cache, fill_in, prepare
 from gradfilter.train.judge import Judged, find_samples, judge

@@ -16,8 +16,9 @@ from gradfilter.data.check import check_files
 from gradfilter.data.images import FileReader
 from gradfilter.errors import CheckpointError, DataError
 from gradfilter.models import make_model
+from gradfilter.outputs import find_logits
 from gradfilter.train.checkpoint import load_checkpoint
-from gradfilter.train.feed import Feed, find_logits
+from gradfilter.train.feed import Feed
 from gradfilter.train.job import choose_images, make_fabric
 from gradfilter.train.judge import Judged, judge
 from gradfilter.train.run import BEST, CONFIG

@@ -20,6 +20,11 @@ def find_outputs(result: Any) -> list[Tensor]:
     return outputs
 
 
+def find_logits(output: Any) -> Tensor:
+    """Return the class scores in a model's output: it, or the first tensor of several (others are auxiliary heads')."""
+    return output if isinstance(output, Tensor) else find_outputs(output)[0]
+
+
 @contextmanager
 def explain_failure(images: Tensor, where: str) -> Iterator[None]:
     """Turn what a user's model raises into one line."""
