@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -35,6 +36,7 @@ class Applied:
         image: Size of the network's input.
         patches: The patch of each planned layer that ran at patch resolution.
         exact: Why a planned layer that saw a map or tokens ran exactly.
+        paused: Whether layers run with torch's own backward for a while, see `exactly`.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class Applied:
     image: Pair | None = None
     patches: dict[str, Pair] = field(default_factory=dict)
     exact: dict[str, str] = field(default_factory=dict)
+    paused: bool = False
 
 
 @dataclass
@@ -80,7 +83,7 @@ class WholeModel(Hook):
         self.handles.append(module.register_forward_hook(self.look_back))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.applied.paused:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and value.dim() == 4:
                     self.applied.image = map_size(value)
@@ -90,7 +93,7 @@ class WholeModel(Hook):
     def look_back(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the exits by code that by-passes torch functions: they are right, but nobody would know of them."""
         log = self.applied.log
-        if not torch.is_grad_enabled() or log.bypasses is not None or is_traced():
+        if not torch.is_grad_enabled() or self.applied.paused or log.bypasses is not None or is_traced():
             return
         asked = [name for name, backward in self.applied.resolved.linears.items() if backward.tokens is not None]
         misfits = [f"{name} got {self.applied.exact[name]}" for name in asked if name in self.applied.exact]
@@ -152,6 +155,8 @@ class PlannedLayer(Hook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.applied.paused:
+            return None
         with torch._C.DisableTorchFunction():  # what a hook does is no call of the model's: modes need not know
             key = None if args else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), "input")
             x = args[0] if key is None else kwargs.get(key)
@@ -343,6 +348,16 @@ def freeze(model: nn.Module, plan: Plan) -> Applied:
     for name in resolved.frozen_norms:
         FrozenStatistics(applied).attach(model.get_submodule(name))
     return applied
+
+
+@contextmanager
+def exactly(applied: Applied) -> Iterator[None]:
+    """Let a model under a plan run as `freeze_` would have it, with torch's own backward, for a while; no hook is touched."""
+    before, applied.paused = applied.paused, True
+    try:
+        yield
+    finally:
+        applied.paused = before
 
 
 def find_hooks(module: nn.Module) -> list[Hook]:

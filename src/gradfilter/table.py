@@ -22,7 +22,8 @@ class Table:
     Attributes:
         title: One line.
         columns: From a column's name to the function that turns its values into text.
-        rows: The values, as many in each row as there are columns; `None` and NaN where there is none.
+        rows: The values, as many in each row as there are columns; `None` and NaN where there is none. A value may be a
+            mapping of such values.
         remarks: Sentences below the table.
     """
 
@@ -42,7 +43,7 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, one mapping per row."""
-        rows = [{name: None if is_nothing(v) else v for name, v in zip(self.columns, row, strict=True)} for row in self.rows]
+        rows = [{name: to_plain(value) for name, value in zip(self.columns, row, strict=True)} for row in self.rows]
         return {"title": self.title, "rows": rows, "remarks": self.remarks}
 
     def save(self, stem: Path) -> None:
@@ -54,6 +55,15 @@ class Table:
 def is_nothing(value: Any) -> bool:
     """Tell whether there is no value to show."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON can have it: null for NaN, and for what is infinite the text that `float` reads."""
+    if isinstance(value, Mapping):
+        return {key: to_plain(part) for key, part in value.items()}
+    if is_nothing(value):
+        return None
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def align(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfilter.apply import apply_
+from gradfilter.apply import apply_, freeze_
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import parse_backward
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.errors import GradFilterError
+from gradfilter.fidelity import compare, find_gradients
 from gradfilter.models import find_models, make_model
 from gradfilter.plan import Backward, Plan
 
@@ -44,11 +44,14 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
         images = torch.stack([load_image(file, pixels) for file in chosen])
         labels = torch.tensor([classes.index(find_class(file)) for file in chosen])
         model = make_model(MODEL, weights="pretrained", classes=len(classes), generator=torch.Generator().manual_seed(0))
-        exact = find_gradients(model, make_plan(model, blocks, Backward(patch=1)), images, labels)
+        exact = find_gradients(freeze_(model, make_plan(model, blocks, Backward())), (images, labels))
+        kernels = [name for name, g in exact.items() if g.dim() == 4]
         for method in METHODS:
-            gradients = find_gradients(model, make_plan(model, blocks, parse_backward(method)), images, labels)
+            apply_(model, make_plan(model, blocks, parse_backward(method)))
+            gradients = find_gradients(model, (images, labels))
             held = measure_saved_bytes(model, images) / batch / 1e3
-            results[method].append((*compare(gradients, exact), held))
+            convs = compare(gradients, exact, kernels)
+            results[method].append((convs.cosine, compare(gradients, exact).cosine, convs.norm_ratio, held))
     for method, values in results.items():
         conv, everything, ratio, held = (statistics.mean(column) for column in zip(*values, strict=True))
         spread = max(v[0] for v in values) - min(v[0] for v in values)
@@ -87,26 +90,3 @@ def make_plan(model: nn.Module, blocks: int, backward: Backward) -> Plan:
     """Return the plan that trains the last blocks, the head and the classifier."""
     names = [name for name, _ in model.named_modules() if name.startswith("blocks.") and name.count(".") == 2]
     return Plan(dict.fromkeys([*names[-blocks:], "conv_head", "bn2", "classifier"], backward))
-
-
-def find_gradients(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of the trained parameters under a plan."""
-    apply_(model.train(), plan)
-    model.zero_grad()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        F.cross_entropy(model(images), labels).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def compare(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Return the cosine of the conv weights' gradient, of the whole gradient, and the norm ratio of the former."""
-    kernels = [name for name, g in exact.items() if g.dim() == 4]
-    a, b = flatten(gradients, kernels), flatten(exact, kernels)
-    whole = F.cosine_similarity(flatten(gradients, list(exact)), flatten(exact, list(exact)), 0)
-    return float(F.cosine_similarity(a, b, 0)), float(whole), float(a.norm() / b.norm())
-
-
-def flatten(gradients: dict[str, Tensor], names: list[str]) -> Tensor:
-    """Return the gradients of these parameters as one vector."""
-    return torch.cat([gradients[name].flatten() for name in names])

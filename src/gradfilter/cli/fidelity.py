@@ -1,0 +1,106 @@
+"""`gradfilter fidelity`: how close are the gradients of a plan to exact ones, on one's own images?"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfilter.cli.screen import make_screen
+from gradfilter.cli.train import parse
+from gradfilter.errors import SettingsError
+from gradfilter.fidelity import Fidelity, fidelity
+from gradfilter.files import replace_file
+from gradfilter.models.extras import import_extra
+from gradfilter.outputs import find_logits
+from gradfilter.report.fidelity import make_fidelity_picture
+from gradfilter.train.batches import load, shuffle
+from gradfilter.train.feed import Feed
+from gradfilter.train.job import choose_images, fill_in, make_fabric, make_feeds, make_trained_model
+from gradfilter.train.settings import Settings
+from gradfilter.train.watch import Watch
+
+
+def run(argv: list[str]) -> int:
+    """Compare the gradients of a plan with exact backprop, layer by layer, on the first batches of a training run."""
+    args, rest = make_parser().parse_known_args(argv)
+    if args.batches < 1:
+        raise SettingsError(f"--batches is {args.batches}, but must be at least 1.")
+    settings = fill_in(parse(rest))
+    if settings.exact:
+        raise SettingsError("--exact leaves nothing to compare: drop it, and give a plan, --patch or --grid.")
+    logging.getLogger("lightning").setLevel(logging.WARNING)  # its greeting
+    screen = make_screen(sys.stderr)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            found = measure(settings, args.batches, screen)
+    finally:
+        screen.close()
+    print(found)
+    if args.out is not None:
+        save(found, settings, args.out)
+        print(f"table and picture: {args.out / 'fidelity.md'}, {args.out / 'fidelity.json'}, {args.out / 'fidelity.png'}")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Say what `gradfilter fidelity` takes besides the settings of `gradfilter train`."""
+    parser = argparse.ArgumentParser(
+        prog="gradfilter fidelity",
+        usage="gradfilter fidelity [--batches N] [--out FOLDER] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
+        description=run.__doc__,
+        epilog="Data, model and plan are set as in 'gradfilter train', whose --help lists all settings: --data, --model, "
+        "--weights, --resolution, --augment, --plan, --patch, --grid, --kernel, --batch_norm, --batch, --seed, --config, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--batches", type=int, default=4, metavar="N", help="how many batches to compare on (default: 4)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write fidelity.md, fidelity.json and fidelity.png there")
+    return parser
+
+
+def measure(settings: Settings, batches: int, watch: Watch) -> Fidelity:
+    """Make data, model and plan as a training run would; compare on the first batches that it would see."""
+    import_extra("matplotlib", "gradfilter fidelity")  # not after minutes
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    plan, fabric = settings.make_plan(), make_fabric(settings, settings.folder)
+    data = choose_images(settings, watch, None)
+    model = make_trained_model(settings, plan, data.train).to(fabric.device)
+    feed, _ = make_feeds(settings, data, model, fabric.device)
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
+
+    with fabric.autocast():
+        return fidelity(model, find_batches(feed, settings.seed, batches), loss)
+
+
+def find_batches(feed: Feed, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the first batches of the first epoch: images and labels."""
+    for rows, images in load(feed.rows, shuffle(len(feed.images), seed, 0).split(feed.batch)[:count], feed.workers):
+        yield images.to(feed.device), feed.labels[rows % len(feed.images)].to(feed.device)
+
+
+def save(found: Fidelity, settings: Settings, folder: Path) -> None:
+    """Write the table and the picture."""
+    title = f"{settings.model} on {settings.data}, plan {settings.plan} {settings.describe_backward()}".strip()
+    picture = make_fidelity_picture(found, title)
+    table = found.to_table()
+    table.title = f"{table.title}: {title}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        table.save(folder / "fidelity")
+        replace_file(folder / "fidelity.png", picture)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot write to --out {str(folder)!r}: {error.strerror or error}. Give another folder."
+        ) from error
