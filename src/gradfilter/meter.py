@@ -164,17 +164,25 @@ class Saved(saved_tensors_hooks):
         self.held.append(weakref.ref(entry))
         return entry
 
-    def count(self, exclude: Iterable[Tensor] = ()) -> dict[str, int]:
-        """Return the bytes that are held now, by layer, deduplicated by storage: who came first has it."""
-        bytes_held: dict[str, int] = {}
+    def count(self, exclude: Iterable[Tensor] = (), *, shared: bool = True) -> dict[str, int]:
+        """Return the bytes that are held now, by layer, deduplicated by storage.
+
+        Args:
+            exclude: Tensors that are there anyway.
+            shared: Whether what several layers hold counts once, for the first; without it, for each as if it were alone.
+        """
+        sizes: dict[tuple[str, int], tuple[str, int]] = {}
         with plain_torch():
             known = {tensor.untyped_storage()._cdata for tensor in exclude}
             for entry in [entry for held in self.held if (entry := held()) is not None]:
                 storage = entry.tensor.untyped_storage()
                 if storage._cdata not in known:
-                    known.add(storage._cdata)
-                    bytes_held[entry.place] = bytes_held.get(entry.place, 0) + storage.nbytes()
-        return bytes_held
+                    key = ("" if shared else entry.place, storage._cdata)
+                    sizes.setdefault(key, (entry.place, storage.nbytes()))
+        held: Counter[str] = Counter()
+        for place, size in sizes.values():
+            held[place] += size
+        return dict(held)
 
 
 class Meter(TorchDispatchMode):
