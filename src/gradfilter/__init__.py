@@ -4,6 +4,7 @@ from gradfilter.apply import apply_, freeze_, remove_
 from gradfilter.describe import describe
 from gradfilter.fidelity import fidelity
 from gradfilter.plan import Backward, Plan
+from gradfilter.planner import plan_for
 
 __version__ = "0.1.0"
-__all__ = ["Backward", "Plan", "apply_", "describe", "fidelity", "freeze_", "remove_"]
+__all__ = ["Backward", "Plan", "apply_", "describe", "fidelity", "freeze_", "plan_for", "remove_"]
