@@ -92,7 +92,8 @@ def find_batches(feed: Feed, seed: int, count: int) -> Iterator[tuple[Tensor, Te
 
 def save(found: Fidelity, settings: Settings, folder: Path) -> None:
     """Write the table and the picture."""
-    title = f"{settings.model} on {settings.data}, plan {settings.plan} {settings.describe_backward()}".strip()
+    choices = ", ".join(dict.fromkeys(map(str, settings.make_plan().layers.values())))
+    title = f"{settings.model} on {Path(settings.data).name}, plan {settings.plan}, {choices}, batch {settings.batch}"
     picture = make_fidelity_picture(found, title)
     table = found.to_table()
     table.title = f"{table.title}: {title}"
