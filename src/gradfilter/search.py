@@ -192,7 +192,7 @@ def pick(table: Array, choices: Choices) -> Array:
 def count(costs: Costs, choices: Choices) -> Array:
     """Return what plans cost [plans]: trained layers, and those behind the first of them that pass the gradient on."""
     family = np.full(len(choices), -1)
-    total = np.full(len(choices), costs.base)
+    total = np.full(len(choices), float(costs.base))
     for layer in range(choices.shape[1]):
         choice = choices[:, layer]
         family = np.where(choice >= 0, choice, family)
