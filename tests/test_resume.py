@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,16 @@ from gradfilter.train import InterruptedRunError, train
 from gradfilter.train.checkpoint import FORMAT, load_checkpoint
 from gradfilter.train.watch import Step, Watch
 from train_runs import (
+    Process,
     assert_same_run,
     find_weights,
     make_command,
     make_environment,
-    make_photos,
     make_settings,
     read_files,
-    skip_report,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    skip_report(monkeypatch)
-
-
-@pytest.fixture
-def photos(tmp_path):
-    return make_photos(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_nobody_had(tmp_path):
@@ -264,40 +254,6 @@ def test_settings_of_an_older_version(stopped):
 
 
 # The command line, in processes of its own
-
-
-class Process:
-    """A real `gradfilter train` that waits in the middle of a step."""
-
-    def __init__(self, folder: Path, command: list[str], inputs: int) -> None:
-        self.gate = folder / "gate"
-        self.gate.write_text(str(inputs))
-        environment = {**make_environment(), "TRAIN_GATE": str(self.gate)}
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # Tests that run in the background of a shell have Ctrl-C ignored, and their children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        self.wait_for("reached")
-
-    def wait_for(self, what: str) -> None:
-        while not self.gate.with_name(f"gate.{what}").exists():
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.killpg(self.process.pid, number)  # as a terminal does: the workers get it too
-
-    def finish(self) -> tuple[int, str]:
-        for path in self.gate.parent.glob("gate*"):
-            path.unlink()
-        _, errors = self.process.communicate()
-        return self.process.returncode, errors
 
 
 def find_command(errors: str) -> list[str]:

@@ -14,7 +14,7 @@ from gradfilter.errors import PlanError, SettingsError
 from gradfilter.plan import Backward, Plan
 from gradfilter.train.presets import get_preset
 from gradfilter.train.settings import MAY_CHANGE, Settings
-from train_runs import assert_same_run, make_photos, make_settings, skip_report
+from train_runs import assert_same_run, make_settings
 
 NAMES = {field.name for field in dataclasses.fields(Settings)}
 PRESET = "cifar10-mcunet-last4-patch2"
@@ -308,9 +308,8 @@ def test_resume_takes_the_settings_of_the_run(tmp_path, monkeypatch):
     assert parse(["--preset", PRESET, "--resume"]) == dataclasses.replace(preset, resume=True)
 
 
-def test_a_run_is_repeated_from_its_config_alone(tmp_path, capsys, monkeypatch):
-    skip_report(monkeypatch)
-    photos, first, second = make_photos(tmp_path / "photos"), tmp_path / "first", tmp_path / "second"
+def test_a_run_is_repeated_from_its_config_alone(photos, tmp_path, capsys, quick):
+    first, second = tmp_path / "first", tmp_path / "second"
     settings = make_settings(photos, first, epochs=2, lr=0.1 + 0.2)
     flags = [f"--{name}={value}" for name, value in settings.to_dict().items() if value != getattr(Settings(), name)]
     code, out, _ = run(capsys, *flags)

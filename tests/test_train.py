@@ -31,18 +31,7 @@ from gradfilter.train.feed import Feed
 from gradfilter.train.job import WEIGHTS, draw_evenly
 from gradfilter.train.run import DivergedError, find_rate
 from gradfilter.train.watch import Step, Watch
-from train_runs import CLASSES, assert_same_run, find_history, make_photos, make_settings, skip_report
-
-
-@pytest.fixture
-def photos(tmp_path):
-    return make_photos(tmp_path / "photos")
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    skip_report(monkeypatch)
-
+from train_runs import CLASSES, assert_same_run, find_history, make_settings
 
 # The loop
 

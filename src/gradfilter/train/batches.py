@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gradfilter.data import ImageSet, Transform
+from gradfilter.train.lock import leave_locks
 
 ORDER, VIEW, STEP = range(1, 4)
 """What a seed is for, so that no two uses of one seed draw the same numbers."""
@@ -77,13 +78,14 @@ def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[
         num_workers=workers,
         generator=torch.Generator(),  # or the global one is drawn from
         collate_fn=collate,
-        worker_init_fn=outlast_signals,
+        worker_init_fn=start_worker,
     )
     yield from loader
 
 
-def outlast_signals(worker: int) -> None:
+def start_worker(worker: int) -> None:
     """Let a worker work on for a while when all processes of a run are told to end: the step at work needs it."""
+    leave_locks()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 

@@ -18,9 +18,9 @@ from gradfilter.errors import CheckpointError, DataError
 from gradfilter.models import make_model
 from gradfilter.train.checkpoint import load_checkpoint
 from gradfilter.train.feed import Feed, find_logits
+from gradfilter.train.folder import BEST, CONFIG
 from gradfilter.train.job import choose_images, make_fabric
 from gradfilter.train.judge import Judged, judge
-from gradfilter.train.run import BEST, CONFIG
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
