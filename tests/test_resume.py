@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from gradfilter.cli import main
 from gradfilter.errors import CheckpointError, SettingsError
-from gradfilter.train import InterruptedRunError, train
+from gradfilter.train import InterruptedRunError, Settings, train
 from gradfilter.train.checkpoint import FORMAT, load_checkpoint
 from gradfilter.train.watch import Step, Watch
 from train_runs import (
@@ -181,6 +183,39 @@ def save_random_weights(file: Path, seed: int) -> None:
 
     model = make_model("train_nets:small", classes=5, generator=torch.Generator().manual_seed(seed))
     torch.save(model.state_dict(), file)
+
+
+def test_from_another_current_directory(photos, tmp_path, monkeypatch, capsys):
+    """All paths of config.yaml are absolute; what is no path stays a word."""
+    save_random_weights(tmp_path / "weights.pth", seed=0)
+    (tmp_path / "plan.yaml").write_text("layers: {'*': {patch: 2}}")
+    (tmp_path / "elsewhere").mkdir()
+    train(make_settings(photos, tmp_path / "beside", epochs=1))
+    choices: dict[str, Any] = {"weights": "weights.pth", "plan": "./plan.yaml", "patch": None, "parts": 2, "root": "sets"}
+    choices |= {"partition": "parts.json", "cache_folder": "kept", "beside": "elsewhere/../beside"}
+    paths = {"data": "photos", "weights": "weights.pth", "plan": "plan.yaml", "root": "sets", "partition": "parts.json"}
+    paths |= {"cache_folder": "kept", "beside": "beside", "out": "out"}
+    monkeypatch.chdir(tmp_path)
+    train(make_settings(Path("photos"), Path("expected"), **choices))
+    with pytest.raises(InterruptedRunError):
+        train(make_settings(Path("photos"), Path("out"), **choices), Stop(4))
+    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert {name: stored[name] for name in paths} == {name: str(tmp_path / path) for name, path in paths.items()}
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["train", "--config", "../out/config.yaml", "--resume"]) == 0, capsys.readouterr()
+    assert_same_run(tmp_path / "out", tmp_path / "expected")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_words_are_no_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "pretrained", "last4", "all"):
+        (tmp_path / name).mkdir()
+    for plan in ("last4", "all"):
+        absolute = Settings(data="digits", plan=plan).make_absolute()
+        assert absolute == Settings(data="digits", plan=plan, out=str(tmp_path / "runs" / f"digits-efficientnet-lite0-{plan}"))
+    for data in ("", "phtos"):  # for the error to name
+        assert Settings(data=data, weights="absent.pth").make_absolute().data == data
 
 
 def test_resume_without_a_run(photos, tmp_path):

@@ -142,7 +142,7 @@ def test_overrides_of_a_plan_in_a_file(tmp_path, given, backward):
 
 
 def test_no_plan(tmp_path):
-    with pytest.raises(SettingsError, match=r"--plan is 'lats4', which is no plan\. Give 'all', 'head', 'last4'"):
+    with pytest.raises(PlanError, match=r"'lats4' is no plan\. Give 'all', 'head', 'last4'"):
         Settings(plan="lats4").make_plan()
     with pytest.raises(PlanError, match=r"none\.yaml"):
         Settings(plan=str(tmp_path / "none.yaml")).make_plan()
@@ -193,7 +193,7 @@ def print_config(capsys, *arguments: str) -> str:
         (["--lr", "-1", "--epochs", "0"], "--epochs is 0, but must be at least 1; --lr is -1.0, but must be at least 0."),
         (["--config", "/none.yaml"], "--config: File does not exist: '/none.yaml'"),
         (["--preset", "cifar10-mcunet-last4-patch3"], "Did you mean 'cifar10-mcunet-last4-patch"),
-        (["--plan", "lats4"], "--plan is 'lats4', which is no plan"),
+        (["--plan", "lats4"], "'lats4' is no plan. Give 'all'"),
         (["--model", "resnt18"], "resnt18"),
         (["--data", "/none"], "/none"),
         (["--resume", "--out", "/none"], "the folder '/none' holds no run to go on with"),

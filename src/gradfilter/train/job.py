@@ -130,10 +130,10 @@ def fill_cache(job: Job) -> None:
 
 
 def fill_in(settings: Settings) -> Settings:
-    """Return the settings with what is not said taken from the model."""
+    """Return the settings with what is not said taken from the model, and with absolute paths."""
     info = find_info(settings.model)
     return dataclasses.replace(
-        settings,
+        settings.make_absolute(),
         resolution=settings.resolution or info.resolution,
         mean=settings.mean or info.mean,
         std=settings.std or info.std,

@@ -281,7 +281,7 @@ def write_config(job: Job) -> None:
         if not job.settings.resume:
             for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
                 (job.folder / name).unlink(missing_ok=True)
-        stored = {**job.settings.to_dict(), "out": str(job.folder), "resume": False, "overwrite": False}
+        stored = {**job.settings.to_dict(), "resume": False, "overwrite": False}
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
 
