@@ -239,6 +239,22 @@ def test_overwrite_replaces_a_run(photos, stopped, tmp_path):
     assert not (stopped.folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("own", [[], ["notes.txt", "tensorboard/notes.txt", "tensorboard/mine/notes.txt"]])
+def test_overwrite_leaves_nothing_of_a_run_and_all_that_is_not_ours(photos, tmp_path, own):
+    old, new = ({"measure": True, "tensorboard": True, "cache": "disk", "plan": "last1", "augment": "none"}, {"epochs": 1})
+    folder, other = tmp_path / "out", tmp_path / "other"
+    train(make_settings(photos, folder, **old))
+    cache = {name for name in read_files(folder) if name.startswith("cache/")}
+    for name in own:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    train(make_settings(photos, other, **new))
+    train(make_settings(photos, folder, overwrite=True, **new))
+    assert len(cache) == 4
+    assert read_files(folder).keys() == {*read_files(other), *own, *cache}
+    assert (folder / "tensorboard").exists() == bool(own)
+
+
 def test_a_run_that_cannot_start_replaces_none(stopped, monkeypatch):
     def refuse(*arguments: Any) -> None:
         raise SettingsError("no room for the cache")

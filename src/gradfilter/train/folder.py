@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from gradfilter.train.settings import Settings
 CONFIG, PLAN, METRICS, RESULTS = "config.yaml", "plan.yaml", "metrics.csv", "results.json"
 LAST, BEST = "last.safetensors", "best.safetensors"
 REPORTS = "report.html", "report.png"
-"""Files of a run's folder."""
+LOGS = "tensorboard"
+"""Files of a run's folder, and the folder in it for TensorBoard's."""
 
 
 def check_run(settings: Settings) -> None:
@@ -44,6 +45,16 @@ def refuse_changes(settings: Settings, changes: list[str]) -> None:
             f"the run in '{settings.folder}' cannot be resumed: {'; '.join(changes)}. Give what it was started with (--config "
             f"{settings.folder / CONFIG}), or another --out."
         )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove a run's files, its checkpoints first, then its settings; no others, nor its cache, which later runs can use."""
+    logs = folder / LOGS
+    names = (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS)
+    for path in (*(folder / name for name in names), *logs.glob("events.out.tfevents.*")):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # not there, or not empty
+        logs.rmdir()
 
 
 def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:

@@ -23,6 +23,7 @@ from gradfilter.report.results import Layer
 from gradfilter.train.batches import mix
 from gradfilter.train.checkpoint import check_folder
 from gradfilter.train.feed import Feed, untouched
+from gradfilter.train.folder import LOGS
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
@@ -222,7 +223,7 @@ def make_fabric(settings: Settings, folder: Path) -> Any:
     loggers = []
     if settings.tensorboard:
         import_extra("tensorboard", "--tensorboard")
-        loggers.append(fabric.loggers.TensorBoardLogger(folder, name="tensorboard", version=""))
+        loggers.append(fabric.loggers.TensorBoardLogger(folder, name=LOGS, version=""))
     try:
         return fabric.Fabric(accelerator=settings.device, devices=1, precision=settings.precision, loggers=loggers)
     except (ValueError, RuntimeError) as error:

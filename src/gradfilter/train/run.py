@@ -30,11 +30,11 @@ from gradfilter.train.folder import (
     LAST,
     METRICS,
     PLAN,
-    REPORTS,
     RESULTS,
     check_run,
     load_last,
     refuse_changes,
+    remove_run,
     writing,
 )
 from gradfilter.train.interrupt import InterruptedRunError, interruptible
@@ -276,11 +276,10 @@ def find_rate(settings: Settings, step: int, batches: int) -> float:
 
 
 def write_config(job: Job) -> None:
-    """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first, then its settings."""
+    """Write the resolved settings and the plan, in place of a run that is replaced."""
     with writing(job.folder):
         if not job.settings.resume:
-            for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
-                (job.folder / name).unlink(missing_ok=True)
+            remove_run(job.folder)
         stored = {**job.settings.to_dict(), "resume": False, "overwrite": False}
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
