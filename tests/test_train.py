@@ -30,7 +30,7 @@ from gradfilter.train.checkpoint import load_checkpoint
 from gradfilter.train.feed import Feed
 from gradfilter.train.job import WEIGHTS, draw_evenly
 from gradfilter.train.run import DivergedError, find_rate
-from gradfilter.train.watch import Step, Watch
+from gradfilter.train.watch import Step, Watch, Work
 from train_runs import CLASSES, assert_same_run, find_history, make_settings
 
 # The loop
@@ -301,6 +301,7 @@ class Listen(Watch):
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.steps: list[Step] = []
+        self.works: list[Work] = []
         self.epochs: list[tuple[Epoch, int, bool]] = []
 
     def tell(self, text: str) -> None:
@@ -308,6 +309,9 @@ class Listen(Watch):
 
     def step(self, step: Step) -> None:
         self.steps.append(step)
+
+    def work(self, work: Work) -> None:
+        self.works.append(work)
 
     def epoch(self, epoch: Epoch, epochs: int, is_best: bool) -> None:
         self.epochs.append((epoch, epochs, is_best))
@@ -328,6 +332,7 @@ def test_a_whole_run(photos, tmp_path):
     assert [(step.epoch, step.batch) for step in listen.steps] == [
         (epoch, batch) for epoch in (1, 2, 3) for batch in range(1, 6)
     ]
+    assert [(work.what, work.done, work.total) for work in listen.works] == [("judging", done, 6) for done in (4, 6)] * 3
     assert listen.texts[0] == "18 images to train on, 3 classes of 6 each"
 
     assert (results.classes, results.train_counts, results.val_counts) == (CLASSES, (6, 6, 6), (2, 2, 2))
@@ -468,6 +473,32 @@ def test_plain_lines_elsewhere(monkeypatch):
     assert stream.getvalue() == f"epoch 1 of 3, batch 2 of 5: {', '.join(FIGURES)}\n"
     screen.epoch(dataclasses.replace(EPOCH_SEEN, val_accuracy=math.nan), 3, False)
     assert stream.getvalue().endswith("epoch 1 of 3: loss 0.500, accuracy 25.0%, 123 images/s, 9 s\n")
+
+
+def test_work_between_steps_has_a_bar_of_its_own():
+    stream = Terminal()
+    screen = Bar(stream)
+    screen.step(STEP_SEEN)
+    screen.work(Work("judging", 64, 1000, 75.0))
+    assert (screen.bar.n, screen.bar.total) == (64, 1000)
+    screen.bar.refresh()
+    screen.work(Work("judging", 1000, 1000, 0.0))
+    assert screen.bar is None
+    screen.step(STEP_SEEN)
+    assert (screen.bar.n, screen.bar.total) == (2, 5)
+    screen.close()
+    assert "judging   6%|" in stream.getvalue()
+    assert "64/1000, 1:15 min left" in stream.getvalue()
+
+
+def test_work_between_steps_in_plain_lines(monkeypatch):
+    stream = io.StringIO()
+    screen = Lines(stream)
+    screen.work(Work("trunk cache", 64, 1000, 75.0))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr("gradfilter.cli.screen.QUIET", -1.0)
+    screen.work(Work("trunk cache", 64, 1000, 75.0))
+    assert stream.getvalue() == "trunk cache: 64 of 1000, 1:15 min left\n"
 
 
 def test_times_for_reading():

@@ -127,7 +127,7 @@ def fill_cache(job: Job) -> None:
     if settings.cache != "off":
         with job.fabric.autocast():  # as the loop runs it
             for feed in (job.train, job.val):
-                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
+                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch)
 
 
 def fill_in(settings: Settings) -> Settings:

@@ -180,7 +180,7 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
     begin, number, settings = time.perf_counter(), state.epoch + 1, job.settings
     is_due = number % settings.val_every == 0 or number == settings.epochs
     check_numbers(job, state, *sum_weights(job))
-    judged = judge(job.model, job.val, job.fabric) if is_due else None
+    judged = judge(job.model, job.val, job.fabric, job.watch) if is_due else None
     check_numbers(job, state, judged.loss if judged else 0)
     epoch = Epoch(
         epoch=number,
@@ -211,7 +211,7 @@ def finish(job: Job, state: State, best: Judged | None, beside: Beside | None) -
     cost = find_cost(job)
     weights, _, _ = load_checkpoint(job.folder / BEST)
     job.model.load_state_dict(weights)
-    best = best or judge(job.model, job.val, job.fabric)  # a resumed run may not have seen its best epoch
+    best = best or judge(job.model, job.val, job.fabric, job.watch)  # a resumed run may not have seen its best epoch
     results = Results(
         model=job.settings.model,
         data=job.data.train.name,

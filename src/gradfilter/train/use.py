@@ -62,14 +62,14 @@ class Classifier:
         _, transform = make_transforms(about["resolution"], about["mean"], about["std"], "none", flips=False)
         return cls(model.eval(), tuple(about["classes"]), transform, file, about["held_out"])
 
-    def judge(self, images: ImageSet, batch: int = 64, workers: int = 0) -> Judged:
+    def judge(self, images: ImageSet, batch: int = 64, workers: int = 0, watch: Watch | None = None) -> Judged:
         """Run over labelled images; their classes have to be the classifier's."""
         if images.classes != self.classes:
             raise DataError(explain_classes(images, self))
         fabric = make_fabric(Settings(), Path())
         device: Any = fabric.device
         feed = Feed(images, self.transform, self.model.to(device), device, batch, None, 0, workers, training=False)
-        return judge(self.model, feed, fabric)
+        return judge(self.model, feed, fabric, watch or Watch())
 
     def predict(self, files: Sequence[str | Path], batch: int = 64) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         """Classify image files: each file with its classes, the likeliest first, and their probabilities."""
