@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from gradfilter.cli import main
+from gradfilter.cli.screen import make_screen
 from gradfilter.plan import Backward, Plan
 
 NETS = """
@@ -188,3 +189,26 @@ def test_tokens_filter_the_linear_layers_of_a_transformer(nets, capsys):
     code, out, _ = run(capsys, f"{nets}:tokens", "--patch", "2", "--tokens", "4", "--resolution", "16")
     assert code == 0
     assert re.search(r"mlp\s+patch 2 tokens 4\s+2\s", out)
+
+
+@pytest.mark.parametrize("args", [["presets"], ["train", "--help"], ["nothing"]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(args):
+    """As in `gradfilter presets | true`, or with 2>&1."""
+    source = os.pathsep.join(p for p in sys.path if p)
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": writing} if args == ["nothing"] else {"stdout": writing, "stderr": -1}
+    command = [sys.executable, "-m", "gradfilter", *args]
+    done = subprocess.run(command, text=True, env={**os.environ, "PYTHONPATH": source}, check=False, **streams)
+    os.close(writing)
+    assert done.returncode in ((0, 141) if "--help" in args else (141,))  # argparse says nothing
+    assert not done.stderr
+
+
+def test_closed_streams(monkeypatch):
+    """As with >&- and 2>&- in a shell: Python has None for them."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["presets", "cifar10-resnet18-*"]) == 0
+    assert main(["nothing"]) == 2
+    make_screen(sys.stderr).tell("to nobody")

@@ -5,7 +5,9 @@ import dataclasses
 import io
 import json
 import math
+import multiprocessing
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from gradfilter.cli import main
 from gradfilter.cli.screen import Bar, Lines, format_time, make_screen
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.data import load_data, make_transforms
-from gradfilter.errors import SettingsError
+from gradfilter.errors import DataError, SettingsError
 from gradfilter.models import find_info, make_model
 from gradfilter.report import Epoch, Results
 from gradfilter.train import Settings, train
@@ -188,6 +190,31 @@ def test_views_come_in_turn_and_from_any_batch(photos):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on a machine with one core
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_is_damaged_meanwhile_is_one_line_of_error(photos, tmp_path, workers):
+    settings = make_settings(photos, tmp_path / "out", workers=workers)
+
+    class Damage(Watch):
+        def tell(self, text: str) -> None:
+            for path in photos.rglob("*.png") if "parameters trained" in text else ():  # just before the first step
+                path.write_bytes(b"no image")
+
+    with pytest.raises(DataError) as caught:
+        train(settings, Damage())
+    assert re.fullmatch(r"/\S+\.png: not an image, or damaged .*\. Put the file right, or remove it, .*", str(caught.value))
+
+
+def test_a_worker_that_dies_is_one_line_of_error(photos, tmp_path):
+    class Kill(Watch):
+        def step(self, step: Step) -> None:
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+
+    with pytest.raises(DataError, match=r"^a process that loads images has died \(.*\)\. .* fewer --workers, .*\.$"):
+        train(make_settings(photos, tmp_path / "out", workers=1, batch=1), Kill())
+
+
 def test_workers_change_nothing(photos):
     batches = shuffle(18, 0, 0).split(5)
     alone, helped = (list(load(make_rows(photos), batches, workers)) for workers in (0, 2))

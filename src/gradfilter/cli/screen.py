@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from typing import IO, Any
 
@@ -13,8 +14,10 @@ QUIET = 30.0
 """Seconds between two plain lines within an epoch, or other work."""
 
 
-def make_screen(stream: IO[str]) -> Lines:
-    """Return what fits the stream."""
+def make_screen(stream: IO[str] | None) -> Lines:
+    """Return what fits the stream, which is None where the program was started with it closed."""
+    if stream is None:
+        return Lines(io.StringIO())
     return Bar(stream) if stream.isatty() else Lines(stream)
 
 

@@ -21,7 +21,7 @@ from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
 from gradfilter.models.outputs import explain_failure
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
-from gradfilter.train.batches import STEP, seeded, shuffle
+from gradfilter.train.batches import STEP, explain_workers, seeded, shuffle
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import find_logits, untouched
 from gradfilter.train.folder import (
@@ -107,7 +107,7 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     """
     watch = watch or Watch()
     settings = fill_in(settings)
-    with Lock(settings.folder) as lock:
+    with Lock(settings.folder) as lock, explain_workers():
         check_run(settings)
         beside = find_beside(settings)
         job = prepare(settings, watch, data)

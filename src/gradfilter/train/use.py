@@ -16,6 +16,7 @@ from gradfilter.data.check import check_files
 from gradfilter.data.images import FileReader
 from gradfilter.errors import CheckpointError, DataError
 from gradfilter.models import make_model
+from gradfilter.train.batches import explain_workers
 from gradfilter.train.checkpoint import load_checkpoint
 from gradfilter.train.feed import Feed, find_logits
 from gradfilter.train.folder import BEST, CONFIG
@@ -69,7 +70,8 @@ class Classifier:
         fabric = make_fabric(Settings(), Path())
         device: Any = fabric.device
         feed = Feed(images, self.transform, self.model.to(device), device, batch, None, 0, workers, training=False)
-        return judge(self.model, feed, fabric, watch or Watch())
+        with explain_workers():
+            return judge(self.model, feed, fabric, watch or Watch())
 
     def predict(self, files: Sequence[str | Path], batch: int = 64) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         """Classify image files: each file with its classes, the likeliest first, and their probabilities."""
