@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 
@@ -23,8 +24,28 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command; return 0, 1 where what it checks is not right, 2 for an error, 130 when it was interrupted."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one sub-command.
+
+    Returns:
+        0; 1 where what it checks is not right; 2 for an error; 130 when it was interrupted; 141, as of programs that die of it,
+        when nobody reads its output any more.
+    """
+    try:
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:  # None where it was closed from the start
+                sys.stdout.flush()  # not at exit, where nobody can catch what comes of it
+    except BrokenPipeError:  # the reader, head or less, has seen enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        return 141
+
+
+def run(arguments: list[str]) -> int:
+    """Run one sub-command; errors that a user can mend become one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(make_help())
         return 0 if arguments else 2
@@ -39,9 +60,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output, head or less, has seen enough
-        sys.stderr.close()
-        return 0
 
 
 def make_help() -> str:

@@ -19,8 +19,8 @@ from gradfilter.errors import SettingsError
 from gradfilter.models.extras import import_extra
 from gradfilter.report import Results
 from gradfilter.train import InterruptedRunError, Settings, train
+from gradfilter.train.folder import CONFIG
 from gradfilter.train.presets import get_preset
-from gradfilter.train.run import CONFIG
 
 FLAGS = {field.name for field in dataclasses.fields(Settings)}
 NO_PATCHES = {"--patch": "null", "--grid": "null", "--exact": "false"}

@@ -23,6 +23,7 @@ from gradfilter.report.results import Layer
 from gradfilter.train.batches import mix
 from gradfilter.train.checkpoint import check_folder
 from gradfilter.train.feed import Feed, untouched
+from gradfilter.train.folder import LOGS
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
@@ -126,14 +127,14 @@ def fill_cache(job: Job) -> None:
     if settings.cache != "off":
         with job.fabric.autocast():  # as the loop runs it
             for feed in (job.train, job.val):
-                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
+                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch)
 
 
 def fill_in(settings: Settings) -> Settings:
-    """Return the settings with what is not said taken from the model."""
+    """Return the settings with what is not said taken from the model, and with absolute paths."""
     info = find_info(settings.model)
     return dataclasses.replace(
-        settings,
+        settings.make_absolute(),
         resolution=settings.resolution or info.resolution,
         mean=settings.mean or info.mean,
         std=settings.std or info.std,
@@ -222,7 +223,7 @@ def make_fabric(settings: Settings, folder: Path) -> Any:
     loggers = []
     if settings.tensorboard:
         import_extra("tensorboard", "--tensorboard")
-        loggers.append(fabric.loggers.TensorBoardLogger(folder, name="tensorboard", version=""))
+        loggers.append(fabric.loggers.TensorBoardLogger(folder, name=LOGS, version=""))
     try:
         return fabric.Fabric(accelerator=settings.device, devices=1, precision=settings.precision, loggers=loggers)
     except (ValueError, RuntimeError) as error:

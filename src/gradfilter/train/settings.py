@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gradfilter.data.sets import find_sets
 from gradfilter.data.transforms import Augment
 from gradfilter.errors import SettingsError
-from gradfilter.plan import Backward, Plan
+from gradfilter.plan import Plan, is_plan_file
 from gradfilter.train.cache import Place
 
 Optimizer = Literal["sgd", "adam", "adamw"]
@@ -27,7 +28,6 @@ MAY_CHANGE = frozenset(
     "tensorboard".split()
 )
 """Settings that a resumed run may have otherwise than the run it goes on with: they do not change what is computed."""
-LAST = re.compile(r"last ?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Settings:
     def folder(self) -> Path:
         """Return the folder of the run."""
         if self.out is not None:
-            return Path(self.out)
+            return Path(self.out).expanduser()
         plan = Path(self.plan).stem.replace(" ", "")
         words = [Path(self.data).name or "data", self.model.replace("/", "-").replace(":", "-"), plan, self.describe_backward()]
         return Path("runs") / "-".join(word for word in words if word)
@@ -219,29 +219,20 @@ class Settings:
 
     def make_plan(self) -> Plan:
         """Return the plan: a named one or a file's, with the overrides."""
-        last = LAST.fullmatch(self.plan)
-        if self.plan == "all":
-            plan = Plan.all()
-        elif self.plan == "head":
-            plan = Plan.last(0)
-        elif last:
-            plan = Plan.last(int(last[1]))
-        elif Path(self.plan).suffix.lower() in (".yaml", ".yml"):
-            plan = Plan.load(self.plan)
-        else:
-            raise SettingsError(
-                f"--plan is {self.plan!r}, which is no plan. Give 'all', 'head', 'last4' for the last four convolutions and "
-                "the classifier, or a file that ends in .yaml."
-            )
-        layers = {pattern: self.override(backward) for pattern, backward in plan.layers.items()}
-        return Plan(layers, plan.rest, self.batch_norm or plan.batch_norm)
+        plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel)
+        return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm)
 
-    def override(self, backward: Backward) -> Backward:
-        """Return a layer's choices as the settings change them."""
-        changes: dict[str, Any] = {"kernel": self.kernel} if self.kernel else {}
-        if self.patch is not None or self.grid is not None:
-            changes |= {"patch": self.patch, "grid": self.grid}
-        return dataclasses.replace(backward, **changes)
+    def make_absolute(self) -> Settings:
+        """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere.
+
+        What names no path, such as a known data set or "pretrained", stays; so does what is not there, for errors to name.
+        """
+        names = ["root", "partition", "cache_folder", "beside", *(["plan"] if is_plan_file(self.plan) else [])]
+        words = {"data": (*find_sets(), ""), "weights": ("pretrained", "random", "")}
+        names += [name for name, known in words.items() if (text := getattr(self, name)) not in known and is_there(text)]
+        places = {"out": str(self.folder), **{name: getattr(self, name) for name in names}}
+        paths = {name: os.path.abspath(os.path.expanduser(path)) for name, path in places.items() if path is not None}
+        return dataclasses.replace(self, **paths)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -266,3 +257,8 @@ class Settings:
             for key in now
             if key not in MAY_CHANGE and (key not in before or before[key] != now[key])
         ]
+
+
+def is_there(path: str) -> bool:
+    """Tell whether there is a file or folder."""
+    return Path(path).expanduser().exists()
