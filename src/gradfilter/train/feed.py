@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradfilter.data import ImageSet, Transform
 from gradfilter.outputs import find_logits
-from gradfilter.train.batches import Rows, load, seeded
+from gradfilter.train.batches import Rows, load, seeded, shuffle
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.record import Record, TrunkError
 from gradfilter.train.trunk import Trunk
@@ -60,6 +60,11 @@ class Feed:
         """Return the first images of the set, as the model gets them."""
         _, images = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
         return images.to(self.device)
+
+    def first(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the first batches of the first epoch: images and labels."""
+        for rows, images in load(self.rows, shuffle(len(self.images), self.seed, 0).split(self.batch)[:count], self.workers):
+            yield images.to(self.device), self.labels[rows % len(self.images)].to(self.device)
 
     def keep(self, place: Place, folder: Path, watch: Watch) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""

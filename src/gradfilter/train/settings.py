@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 
 from gradfilter.data.sets import find_sets
 from gradfilter.data.transforms import Augment
-from gradfilter.errors import SettingsError
+from gradfilter.errors import BudgetError, SettingsError
 from gradfilter.plan import Plan, is_plan_file
 from gradfilter.train.cache import Place
+from gradfilter.units import parse_amount
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["cosine", "constant"]
@@ -56,6 +57,7 @@ class Settings:
         patch: Side of a patch in pixels of each layer's map; overrides the plan's.
         grid: Patches per side at every resolution (4 where nothing is said); overrides the plan's.
         kernel: The coarse kernel, "lift" where nothing is said; overrides the plan's.
+        memory: Choose layers and patches for the most useful gradient while autograd holds at most this, e.g. 64MB.
         exact: Train the plan's layers with torch's own, exact backward.
         batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
         epochs: How often to see every training image.
@@ -107,6 +109,7 @@ class Settings:
     patch: int | None = None
     grid: int | None = None
     kernel: Kernel | None = None
+    memory: str | None = None
     exact: bool = False
     batch_norm: BatchNorm | None = None
     epochs: int = 10
@@ -141,6 +144,7 @@ class Settings:
         wrong = [*self.find_out_of_range(), *self.find_unknown()]
         if self.patch is not None and self.grid is not None:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
+        wrong += self.find_memory_clashes()
         if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
         if self.shards is not None and self.parts == 1:
@@ -189,6 +193,19 @@ class Settings:
             wrong.append(f"--std is {self.std}, but three finite numbers above 0")
         return wrong
 
+    def find_memory_clashes(self) -> list[str]:
+        """List what cannot stand beside a budget of memory, which chooses the plan itself."""
+        if self.memory is None:
+            return []
+        try:
+            parse_amount("memory", self.memory)
+        except BudgetError as error:
+            return [f"--{str(error).removesuffix('.')}"]
+        given = {"--patch": self.patch, "--grid": self.grid, "--kernel": self.kernel, "--exact": self.exact or None}
+        given["--plan"] = None if self.plan == "all" else self.plan
+        both = [flag for flag, value in given.items() if value is not None]
+        return [f"--memory {self.memory} chooses layers and patches itself: drop {', '.join(both)}"] if both else []
+
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
@@ -206,7 +223,7 @@ class Settings:
         """Return the folder of the run."""
         if self.out is not None:
             return Path(self.out).expanduser()
-        plan = Path(self.plan).stem.replace(" ", "")
+        plan = Path(self.plan).stem.replace(" ", "") if self.memory is None else self.memory.replace(" ", "")
         words = [Path(self.data).name or "data", self.model.replace("/", "-").replace(":", "-"), plan, self.describe_backward()]
         return Path("runs") / "-".join(word for word in words if word)
 
