@@ -1,7 +1,7 @@
 """The picture of a choice: what plans cost, how good their gradients are, and where the chosen one lies."""
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DPI = 130
+_APART = 1.6
+"""Points are named where they cost so many times what the point that was named before costs: names must not overlap."""
 
 
 def make_front_picture(chosen: Chosen, title: str = "") -> bytes:
@@ -46,16 +48,20 @@ def draw_front(axes: "Axes", chosen: Chosen, resource: str) -> None:
         ("all layers, exact", exact, MARKS[3]),
     )
     for label, plans, mark in kinds:
-        style = {"color": LIGHT[mark.colour], "marker": mark.marker, "linestyle": "none", "markerfacecolor": "white"}
-        axes.plot(*_find_points(chosen, plans, resource), label=label, **style)
+        style: dict[str, Any] = {"color": LIGHT[mark.colour], "marker": mark.marker, "markerfacecolor": "white"}
+        axes.plot(*_find_points(chosen, plans, resource), label=label, linestyle="none", **style)
+    before = 0.0
     for family, x, y in zip(survey.families, *_find_points(chosen, uniform, resource), strict=False):
-        axes.annotate(str(family), (x, y), (4, -4), textcoords="offset points", fontsize=7, color=LIGHT["muted"], va="top")
+        if x > _APART * before:
+            axes.annotate(str(family), (x, y), (4, -4), textcoords="offset points", fontsize=7, color=LIGHT["muted"], va="top")
+            before = x
     axes.axvline(chosen.budgets[resource], color=LIGHT["muted"], linestyle=":", linewidth=1)
     axes.plot(
         [chosen.costs[resource]], [chosen.cosine], marker="*", markersize=14, linestyle="none", color=MARKS[0].curve()["color"],
         label=f"chosen: {show_amount(resource, chosen.costs[resource])}, cosine {chosen.cosine:.3f}",
     )  # fmt: skip
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda amount, _: show_amount(resource, amount))
     axes.set_xlabel(f"{NAMES[resource]} (budget: {show_amount(resource, chosen.budgets[resource])})")
     axes.set_title("Expected cosine to the whole gradient")
     axes.set_ylim(max(0.0, float(cosines[cosines > 0].min()) - 0.05), 1.02)
