@@ -62,8 +62,11 @@ class Tell(Watch):
     """Passes on what it is told."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        self.tell = tell
+        self.pass_on = tell
         self.works: list[Work] = []
+
+    def tell(self, text: str) -> None:
+        self.pass_on(text)
 
     def work(self, work: Work) -> None:
         self.works.append(work)

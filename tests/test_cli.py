@@ -197,9 +197,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(args):
     source = os.pathsep.join(p for p in sys.path if p)
     reading, writing = os.pipe()
     os.close(reading)
-    streams = {"stdout": subprocess.DEVNULL, "stderr": writing} if args == ["nothing"] else {"stdout": writing, "stderr": -1}
+    out, err = (subprocess.DEVNULL, writing) if args == ["nothing"] else (writing, subprocess.PIPE)
     command = [sys.executable, "-m", "gradfilter", *args]
-    done = subprocess.run(command, text=True, env={**os.environ, "PYTHONPATH": source}, check=False, **streams)
+    done = subprocess.run(command, stdout=out, stderr=err, env={**os.environ, "PYTHONPATH": source}, check=False)
     os.close(writing)
     assert done.returncode in ((0, 141) if "--help" in args else (141,))  # argparse says nothing
     assert not done.stderr

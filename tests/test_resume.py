@@ -214,6 +214,10 @@ def test_words_are_no_paths(tmp_path, monkeypatch):
     for plan in ("last4", "all"):
         absolute = Settings(data="digits", plan=plan).make_absolute()
         assert absolute == Settings(data="digits", plan=plan, out=str(tmp_path / "runs" / f"digits-efficientnet-lite0-{plan}"))
+    (tmp_path / "photos").mkdir()
+    settings = Settings(data="photos")
+    assert settings.find_changes({**settings.to_dict(), "data": str(tmp_path / "photos")}) == []
+    assert settings.make_absolute().find_changes(settings.to_dict()) == []
     for data in ("", "phtos"):  # for the error to name
         assert Settings(data=data, weights="absent.pth").make_absolute().data == data
 

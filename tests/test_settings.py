@@ -105,7 +105,7 @@ def test_changes_that_matter_are_found():
     for name in MAY_CHANGE:
         assert Settings(lr=0.1).find_changes({**before, name: "other"}) == []
     for name in NAMES - MAY_CHANGE:
-        assert Settings(lr=0.1).find_changes({**before, name: "other"}) == [f"--{name} was other, now {before[name]}"]
+        assert Settings(lr=0.1).find_changes({**before, name: "/other"}) == [f"--{name} was /other, now {before[name]}"]
     assert MAY_CHANGE < NAMES
 
 

@@ -510,7 +510,7 @@ def test_work_between_steps_has_a_bar_of_its_own():
     assert (screen.bar.n, screen.bar.total) == (64, 1000)
     screen.bar.refresh()
     screen.work(Work("judging", 1000, 1000, 0.0))
-    assert screen.bar is None
+    assert not screen.bar
     screen.step(STEP_SEEN)
     assert (screen.bar.n, screen.bar.total) == (2, 5)
     screen.close()

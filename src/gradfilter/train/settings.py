@@ -240,16 +240,8 @@ class Settings:
         return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm)
 
     def make_absolute(self) -> Settings:
-        """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere.
-
-        What names no path, such as a known data set or "pretrained", stays; so does what is not there, for errors to name.
-        """
-        names = ["root", "partition", "cache_folder", "beside", *(["plan"] if is_plan_file(self.plan) else [])]
-        words = {"data": (*find_sets(), ""), "weights": ("pretrained", "random", "")}
-        names += [name for name, known in words.items() if (text := getattr(self, name)) not in known and is_there(text)]
-        places = {"out": str(self.folder), **{name: getattr(self, name) for name in names}}
-        paths = {name: os.path.abspath(os.path.expanduser(path)) for name, path in places.items() if path is not None}
-        return dataclasses.replace(self, **paths)
+        """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere."""
+        return dataclasses.replace(self, **find_absolute({**self.to_dict(), "out": str(self.folder)}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -268,7 +260,8 @@ class Settings:
 
     def find_changes(self, before: dict[str, Any]) -> list[str]:
         """List the settings that differ from those of an earlier run, as far as they change what is computed."""
-        now = self.to_dict()
+        now = self.make_absolute().to_dict()
+        before = {**before, **find_absolute(before)}
         return [
             f"--{key} was {before.get(key, 'not there')}, now {now[key]}"
             for key in now
@@ -276,6 +269,17 @@ class Settings:
         ]
 
 
-def is_there(path: str) -> bool:
-    """Tell whether there is a file or folder."""
-    return Path(path).expanduser().exists()
+def find_absolute(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of the settings that are paths, as absolute ones.
+
+    What names no path, such as a known data set or "pretrained", is left out; so is what is not there, for errors to name.
+    """
+    words = {"data": (*find_sets(), ""), "weights": ("pretrained", "random", "")}
+    given = {name: values.get(name) for name in ("root", "partition", "cache_folder", "beside", "out", "plan", *words)}
+    paths = {name: os.path.abspath(os.path.expanduser(text)) for name, text in given.items() if text is not None}
+    if not is_plan_file(values.get("plan", "")):
+        paths.pop("plan", None)
+    for name, known in words.items():
+        if given[name] in known or not os.path.exists(paths.get(name, "")):
+            paths.pop(name, None)
+    return paths
