@@ -296,11 +296,16 @@ def write_config(job: Job) -> None:
     """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first, then its settings."""
     with writing(job.folder):
         if not job.settings.resume:
-            for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
-                (job.folder / name).unlink(missing_ok=True)
+            remove_run(job.folder)
         stored = {**job.settings.to_dict(), "out": str(job.folder), "resume": False, "overwrite": False}
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a run has left in a folder: first what it could be resumed from."""
+    for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
