@@ -145,13 +145,13 @@ def find_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def make_table(title: str, outcomes: Sequence[Outcome], reference: str) -> Table:
-    """Return the outcomes as a table."""
+    """Return the outcomes as a table; without standard errors where there is one seed, which has none."""
     columns: dict[str, Callable[[Any], str]] = {
         "method": str,
         "accuracy, %": "{:.2f}".format,
         "95 % interval": lambda interval: "–".join(f"{share:.2f}" for share in interval),
         f"less {reference}, paired": "{:+.2f}".format,
-        "± s.e.": "{:.2f}".format,
+        **({"± s.e.": "{:.2f}".format} if any(math.isfinite(outcome.error) for outcome in outcomes) else {}),
         "MB held": "{:.2f}".format,
         "times fewer": "{:.1f}".format,
         "step / exact": "{:.2f}".format,
@@ -159,7 +159,8 @@ def make_table(title: str, outcomes: Sequence[Outcome], reference: str) -> Table
     table = Table(title, columns)
     for outcome in outcomes:
         interval = None if math.isnan(outcome.accuracy) else [100 * share for share in outcome.interval]
-        shares = (100 * outcome.accuracy, interval, 100 * outcome.difference, 100 * outcome.error)
+        errors = (100 * outcome.error,) if "± s.e." in columns else ()
+        shares = (100 * outcome.accuracy, interval, 100 * outcome.difference, *errors)
         table.rows.append((outcome.method, *shares, outcome.saved_bytes / 1e6, outcome.fewer, outcome.step_ratio))
     return table
 

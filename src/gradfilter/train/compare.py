@@ -247,9 +247,10 @@ def describe(comparison: Comparison, runs: dict[str, list[Results | None]], outc
     first = next((found for these in runs.values() if (found := find_first(these))), None)
     tested = sum(first.val_counts) if first else 0
     seeds = "one seed" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} seeds"
+    epochs = "one epoch" if settings.epochs == 1 else f"{settings.epochs} epochs"
     table.remarks = [
-        f"{sum(first.train_counts) if first else 0} training images, {settings.epochs} epochs, {settings.optimizer}, learning "
-        f"rate {settings.lr}, batch {settings.batch}, plan {settings.plan} where a method names no other, {seeds}. Split, new "
+        f"{sum(first.train_counts) if first else 0} training images, {epochs}, {settings.optimizer}, learning rate "
+        f"{settings.lr}, batch {settings.batch}, plan {settings.plan} where a method names no other, {seeds}. Split, new "
         "weights, order, augmentation and dropout are the seed's: the same for every method.",
         f"Accuracy is that after the last epoch, on {tested} held-out images. Its interval is Wilson's, of all tested images: "
         "it leaves out what a seed does."

@@ -1,0 +1,459 @@
+"""Plans compared: the same seed and order for each, nothing twice after an interruption, what the table says."""
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gradfilter.cli import main
+from gradfilter.cli.compare import parse
+from gradfilter.errors import DataError, SettingsError
+from gradfilter.plan import Backward, Plan
+from gradfilter.report import Cost, Epoch, Layer, Results
+from gradfilter.report.outcomes import find_front, find_interval, find_outcomes, make_table
+from gradfilter.report.pareto import make_pareto
+from gradfilter.train import InterruptedRunError, train
+from gradfilter.train.compare import compare
+from gradfilter.train.run import DivergedError
+from gradfilter.train.variants import USUAL, find_usual, make_variants
+from gradfilter.train.watch import Step, Watch
+from train_runs import assert_same_run, make_photos, make_settings, read_files
+
+PNG = b"\x89PNG\r\n\x1a\n"
+FILES = {"compare.json", "compare.md", "compare.png", "compare.yaml"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_report(monkeypatch):
+    """Let runs end without drawing their report."""
+
+    def write(folder: Path, *rest: Any) -> None:
+        for name in ("report.html", "report.png"):
+            (folder / name).write_text("drawn")
+
+    monkeypatch.setattr("gradfilter.train.run.write_report", write)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return make_photos(tmp_path / "photos")
+
+
+class Steps(Watch):
+    """Counts steps, and sends this process a signal after so many."""
+
+    def __init__(self, stop: int = 0) -> None:
+        self.stop, self.done, self.told = stop, 0, ""
+
+    def tell(self, text: str) -> None:
+        self.told += f"{text}\n"
+
+    def step(self, step: Step) -> None:
+        self.done += 1
+        if self.done == self.stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# Variants
+
+
+BASE: dict[str, Any] = {"plan": "last4", "patch": 2, "kernel": "lumped"}
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "name", "folder"),
+    [
+        ("exact", {"exact": True, "patch": None}, "exact", "exact"),
+        ("patch=7", {"patch": 7}, "patch 7", "patch7"),
+        ("grid=4", {"grid": 4, "patch": None}, "grid 4", "grid4"),
+        ("kernel=lift  patch=2", {"kernel": "lift"}, "patch 2, lift", "patch2-lift"),
+        ("kernel=lift", {"kernel": "lift"}, "lift", "lift"),
+        ("plan=head", {"plan": "head"}, "head", "head"),
+        ("plan='last 2' exact=true", {"plan": "last 2", "exact": True, "patch": None}, "last 2, exact", "last2-exact"),
+        ("batch_norm=train", {"batch_norm": "train"}, "batch norm train", "batchnormtrain"),
+    ],
+)
+def test_a_variant_changes_what_it_says(tmp_path, text, changes, name, folder):
+    base = make_settings(tmp_path, tmp_path, **BASE)
+    variant = make_variants(base, [text, "grid=9"])[0]
+    assert variant.settings == dataclasses.replace(base, **changes)
+    assert (variant.name, variant.folder) == (name, folder)
+
+
+def test_a_plan_file_brings_its_own_sizes(tmp_path):
+    file = tmp_path / "my plan.yaml"
+    Plan({"*": Backward(patch=3)}).save(file)
+    base = make_settings(tmp_path, tmp_path, **BASE, batch_norm="train")
+    ours, told, _ = make_variants(base, [shlex.quote(str(file)), f"plan='{file}' grid=3", "patch=3"])
+    assert (ours.name, ours.folder, told.name) == ("my plan", "myplan", "my plan, grid 3")
+    assert ours.settings.make_plan() == Plan({"*": Backward(patch=3)}, batch_norm="train")
+    assert told.settings.make_plan() == Plan({"*": Backward(grid=3)}, batch_norm="train")
+
+
+def test_exact_settings_give_way_to_a_variant_that_filters(tmp_path):
+    base = make_settings(tmp_path, tmp_path, exact=True, patch=None)
+    variants = make_variants(base, ["patch=2", "kernel=lumped", "exact=false", "plan=head", "batch_norm=train"])
+    assert [variant.settings.exact for variant in variants] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["exact"], "a comparison takes two variants or more, not 1. Give --try again, or not at all."),
+        (["exact", "lr=1"], "--try lr=1: 'lr' does not choose a plan; plan, patch, grid, kernel, exact, batch_norm do."),
+        (["exact", "lr=1"], "All variants have the same lr: give --lr."),
+        (
+            ["exact", "pach=2"],
+            "'pach' does not choose a plan; plan, patch, grid, kernel, exact, batch_norm do. Did you mean patch?",
+        ),
+        (["exact", "patch=two"], "--try patch=two: patch is 'two', but must be a whole number."),
+        (["exact", "patch=2.0"], "patch is '2.0', but must be a whole number."),
+        (["exact", "grid="], "grid is '', but must be a whole number."),
+        (["exact", "patch=0"], "--try patch=0: --patch is 0, but must be at least 1."),
+        (["exact", "kernel=sum"], "kernel is 'sum', but must be one of lift, lumped."),
+        (["exact", "batch_norm=off"], "batch_norm is 'off', but must be one of eval, train, frozen."),
+        (["exact", "exact=yes"], "exact is 'yes', but must be one of true, false."),
+        (["exact", "plan=most"], "--try plan=most: --plan is 'most', which is no plan."),
+        (["exact", "absent.yaml"], "--try absent.yaml: cannot read the plan file 'absent.yaml'"),
+        (["exact", "head"], "'head' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'plan=head'."),
+        (["exact", "lift"], "'lift' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'patch=2'."),
+        (["exact", ""], "--try '': it changes nothing. Give one or more of plan=…, patch=…"),
+        (["exact", "plan='a"], "a quotation mark is left open"),
+        (["exact", "patch=2 patch=3"], "--try 'patch=2 patch=3': patch is said twice. Give one."),
+        (["exact", "patch=2 grid=3"], "--patch 2 and --grid 3 both set the resolution of the gradient: give one."),
+        (["grid=2", "exact patch=2 kernel=lift"], "exact backprop has no patch and no kernel. Give one or the other."),
+        (["patch=2 kernel=lumped", "kernel=lumped patch=2"], "it is the same as --try 'patch=2 kernel=lumped'. Leave one out."),
+        (["plan=last2", "plan='last 2'"], "its folder 'last2' is that of --try plan=last2. Give the plan file another name."),
+        (["patch=x", "grid=y"], "--try patch=x: patch is 'x', but must be a whole number. --try grid=y: grid is 'y', but"),
+    ],
+)
+def test_variants_that_cannot_be(tmp_path, monkeypatch, texts, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError) as caught:
+        compare(make_settings(tmp_path / "photos", tmp_path / "out"), texts)
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_file_may_not_be_called_as_the_cache(tmp_path):
+    Plan.all().save(tmp_path / "Cache.yaml")
+    with pytest.raises(SettingsError, match="the folder 'cache' is that of the trunk cache"):
+        make_variants(make_settings(tmp_path, tmp_path), ["exact", str(tmp_path / "Cache.yaml")])
+
+
+def test_the_usual_variants_and_what_the_settings_choose(tmp_path):
+    assert find_usual(make_settings(tmp_path, tmp_path, patch=2)) == USUAL
+    assert find_usual(make_settings(tmp_path, tmp_path, patch=3)) == (*USUAL, "patch=3")
+    assert find_usual(make_settings(tmp_path, tmp_path, patch=None, plan="mine.yaml")) == (*USUAL, "mine.yaml")
+    assert len(make_variants(make_settings(tmp_path, tmp_path), USUAL)) == 5
+
+
+# Runs
+
+
+def test_every_plan_gets_the_same_seed_and_order(photos, tmp_path):
+    """Two spellings of a plan end with the same bits; so does an ordinary run of it."""
+    plan = tmp_path / "mine.yaml"
+    Plan({"*": Backward(patch=2)}).save(plan)
+    out = tmp_path / "out"
+    compare(make_settings(photos, out), ["patch=2", str(plan), "patch=2 kernel=lift", "exact"])
+    assert_same_run(out / "mine", out / "patch2")
+    assert_same_run(out / "patch2-lift", out / "patch2")
+    train(make_settings(photos, tmp_path / "alone", patch=2))
+    assert_same_run(out / "patch2", tmp_path / "alone")
+    with pytest.raises(AssertionError):
+        assert_same_run(out / "exact", out / "patch2")
+
+
+def test_seeds_are_paired(photos, tmp_path):
+    out = tmp_path / "out"
+    compared = compare(make_settings(photos, out, seed=3, epochs=1), ["patch=1", "patch=1 kernel=lift"], seeds=2)
+    assert {path.name for path in out.iterdir()} == {*FILES, "patch1", "patch1-seed4", "patch1-lift", "patch1-lift-seed4"} - {
+        "compare.png"
+    }
+    assert_same_run(out / "patch1-lift-seed4", out / "patch1-seed4")
+    train(make_settings(photos, tmp_path / "alone", seed=4, epochs=1, patch=1))  # its own split too
+    assert_same_run(out / "patch1-seed4", tmp_path / "alone")
+    assert (compared.outcomes[1].difference, compared.outcomes[1].error) == (0, 0)
+    assert main(["eval", str(out / "patch1-seed4")]) == 0
+
+
+@pytest.mark.parametrize("stop", [3, 15, 17, 22])  # 15 steps a run: in the first, at its end, in the second
+def test_interrupted_it_goes_on_and_repeats_nothing(photos, tmp_path, stop):
+    settings, tries = make_settings(photos, tmp_path / "out"), ["patch=2", "exact", "grid=2"]
+    compare(dataclasses.replace(settings, out=str(tmp_path / "expected")), tries)
+    with pytest.raises(InterruptedRunError):
+        compare(settings, tries, watch=Steps(stop))
+    assert not (tmp_path / "out" / "compare.json").exists()
+    rest = Steps()
+    compare(dataclasses.replace(settings, resume=True), tries, watch=rest)
+    assert rest.done == 45 - stop
+    for name in ("patch2", "exact", "grid2"):
+        assert_same_run(tmp_path / "out" / name, tmp_path / "expected" / name)
+    again = Steps()
+    compare(dataclasses.replace(settings, resume=True), tries, watch=again)
+    assert again.done == 0
+    assert again.told.count("done before") == 3
+
+
+def test_a_run_killed_before_its_report_gets_it(photos, tmp_path):
+    settings = make_settings(photos, tmp_path / "out", epochs=1)
+    compare(settings, ["patch=2", "exact"])
+    (tmp_path / "out" / "exact" / "report.html").unlink()
+    steps = Steps()
+    compare(dataclasses.replace(settings, resume=True), ["patch=2", "exact"], watch=steps)
+    assert steps.done == 0
+    assert (tmp_path / "out" / "exact" / "report.html").exists()
+
+
+def test_plans_and_seeds_can_be_added(photos, tmp_path):
+    settings = make_settings(photos, tmp_path / "out", epochs=1)
+    compare(settings, ["patch=2", "exact"])
+    steps = Steps()
+    compared = compare(dataclasses.replace(settings, resume=True), ["exact", "grid=2", "patch=2"], seeds=2, watch=steps)
+    assert steps.done == 4 * 5
+    assert [outcome.method for outcome in compared.outcomes] == ["exact", "grid 2", "patch 2"]
+
+
+@pytest.fixture
+def done(photos, tmp_path):
+    settings = make_settings(photos, tmp_path / "out", epochs=1)
+    compare(settings, ["patch=2", "exact"])
+    return settings
+
+
+def test_what_is_there_is_not_written_over_unasked(done):
+    before = read_files(done.folder)
+    with pytest.raises(SettingsError, match=r"holds a comparison already, or runs of its names\. Go on with it \(--resume\)"):
+        compare(done, ["patch=2", "exact"])
+    (done.folder / "compare.yaml").rename(done.folder / "elsewhere")
+    with pytest.raises(SettingsError, match="holds a comparison already, or runs of its names"):
+        compare(done, ["patch=7", "exact"])
+    with pytest.raises(SettingsError, match=r"the folder '.*out' holds no comparison to go on with\. Check --out"):
+        compare(dataclasses.replace(done, resume=True), ["patch=2", "exact"])
+    (done.folder / "elsewhere").rename(done.folder / "compare.yaml")
+    assert read_files(done.folder) == before
+
+
+def test_other_settings_or_images_are_not_gone_on_with(done, photos):
+    with pytest.raises(SettingsError, match=r"the run in '.*exact' cannot be resumed: --lr was 0.05, now 0.1"):
+        compare(dataclasses.replace(done, resume=True, lr=0.1), ["patch=2", "exact"])
+    for path in photos.rglob("*.png"):
+        path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(SettingsError, match=r"the images are not those of the run in '.*exact', which is done"):
+        compare(dataclasses.replace(done, resume=True), ["patch=2", "exact"])
+
+
+def test_a_replaced_comparison_leaves_no_run_behind(done):
+    """A resumed one must not take a run of the replaced one for its own."""
+    settings = dataclasses.replace(done, overwrite=True)
+    with pytest.raises(InterruptedRunError):
+        compare(settings, ["patch=2", "exact"], watch=Steps(2))
+    assert not (done.folder / "compare.md").exists()
+    assert not (done.folder / "patch2" / "results.json").exists()
+    steps = Steps()
+    compare(dataclasses.replace(done, resume=True), ["patch=2", "exact"], watch=steps)
+    assert steps.done == 8
+
+
+def test_what_cannot_start_writes_nothing_and_replaces_nothing(done, tmp_path):
+    before = read_files(done.folder)
+    replacing = dataclasses.replace(done, overwrite=True)
+    with pytest.raises(SettingsError, match=r"--try 'plan=last9': the plan asks for the last 9 convolutions; the model has 3"):
+        compare(replacing, ["patch=2", "plan=last9"])
+    with pytest.raises(DataError, match="neither a folder nor a known set"):
+        compare(dataclasses.replace(replacing, data="absent"), ["patch=2", "exact"])
+    with pytest.raises(SettingsError, match="--seeds is 0, but must be at least 1"):
+        compare(replacing, ["patch=2", "exact"], seeds=0)
+    assert read_files(done.folder) == before
+    with pytest.raises(SettingsError, match="plan=last9"):
+        compare(dataclasses.replace(done, out=str(tmp_path / "new")), ["plan=last9", "exact"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_plan_that_diverges_does_not_end_the_comparison(photos, tmp_path, monkeypatch):
+    def diverge(settings, *rest):
+        if settings.grid == 2:
+            raise DivergedError("loss or weights are no finite numbers any more")
+        return train(settings, *rest)
+
+    monkeypatch.setattr("gradfilter.train.run.train", diverge)
+    compared = compare(make_settings(photos, tmp_path / "out", epochs=1, measure=True), ["grid=2", "exact", "patch=2"], seeds=2)
+    assert compared.runs["grid 2"] == [None, None]
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert "| grid 2  | –           | –             | –                  | –      | –       |" in text
+    assert "came to a loss that is no finite number: grid 2." in text
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["rows"][0]["accuracy, %"] is None
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(PNG)
+
+
+def test_the_cache_is_shared(photos, tmp_path):
+    settings = make_settings(photos, tmp_path / "out", epochs=1, plan="last1", cache="disk", augment="none")
+    steps = Steps()
+    compare(settings, ["patch=2", "exact", "grid=2"], watch=steps)
+    assert steps.told.count(f"found on disk, in {tmp_path / 'out' / 'cache'}") == 4  # training and held-out images, twice
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"patch2", "exact", "grid2", "cache"}
+
+
+# What is told
+
+
+def test_table_data_and_picture(photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = {**make_settings(photos, out, measure=True, epochs=1).to_dict(), "try": ["plan=head", "exact", "patch=2"]}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(flags))
+    assert main(["compare", "--config", str(tmp_path / "run.yaml")]) == 0
+    text = (out / "compare.md").read_text()
+    assert capsys.readouterr().out == f"{text}\npicture: {out / 'compare.png'}\n"
+    data = json.loads((out / "compare.json").read_text())
+    assert [row["method"] for row in data["rows"]] == ["head", "exact", "patch 2"]
+    assert data["reference"] == "exact"
+    head, exact, patch = data["rows"]
+    assert list(exact) == [
+        *("method", "accuracy, %", "95 % interval", "less exact, paired"),
+        *("MB held", "times fewer", "step / exact"),
+    ]
+    assert (exact["times fewer"], exact["step / exact"], exact["less exact, paired"]) == (1, 1, None)
+    assert patch["times fewer"] == pytest.approx(exact["MB held"] / patch["MB held"])
+    assert head["times fewer"] == pytest.approx(exact["MB held"] / head["MB held"])
+    assert head["MB held"] < patch["MB held"] < exact["MB held"]
+    assert patch["less exact, paired"] == pytest.approx(patch["accuracy, %"] - exact["accuracy, %"])
+    assert [(one["method"], one["seed"], one["folder"]) for one in data["runs"]] == [
+        ("head", 0, "head"),
+        ("exact", 0, "exact"),
+        ("patch 2", 0, "patch2"),
+    ]
+    assert "measured in turns with exact backprop" in text
+    assert (out / "compare.png").read_bytes().startswith(PNG)
+    stored = json.loads((out / "patch2" / "results.json").read_text())
+    assert stored["beside"] == {"name": "exact", "accuracy": pytest.approx(exact["accuracy, %"] / 100)}
+
+
+def test_exact_is_measured_where_no_run_trains_its_layers(photos, tmp_path):
+    compared = compare(
+        make_settings(photos, tmp_path / "out", measure=True, epochs=1), ["exact", "plan=last1 exact", "plan=head"]
+    )
+    whole, last, head = compared.outcomes
+    assert (whole.fewer, whole.step_ratio, whole.is_exact, last.is_exact) == (1, 1, True, True)
+    assert whole.saved_bytes > last.saved_bytes > head.saved_bytes > 0
+    assert last.fewer == pytest.approx(whole.saved_bytes / last.saved_bytes)
+    assert math.isfinite(last.step_ratio)
+
+
+def test_the_command_line_goes_on(photos, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "a comparison"
+    settings = make_settings(photos, out, epochs=1)
+    (tmp_path / "run.json").write_text(json.dumps(settings.to_dict()))
+    arguments = ["compare", "--config", str(tmp_path / "run.json"), "--try", "patch=2", "--try=exact", "--seeds", "2"]
+    monkeypatch.setattr("gradfilter.cli.compare.make_screen", lambda stream: Screen(7))
+    assert main(arguments) == 130
+    errors = capsys.readouterr().err
+    assert "stopped in epoch 1 after 2 of 5 batches. All is saved. Go on with:" in errors
+    (line,) = (line for line in errors.splitlines() if line.startswith("    gradfilter compare"))
+    screen = Screen(0)
+    monkeypatch.setattr("gradfilter.cli.compare.make_screen", lambda stream: screen)
+    assert main(shlex.split(line)[1:]) == 0
+    assert screen.done == 13
+    assert f"folder: {out}" in capsys.readouterr().out  # nothing was measured
+    assert main(["compare", "--out", str(out), "--resume"]) == 0  # the folder knows the rest
+    assert screen.done == 13
+
+
+class Screen(Steps):
+    def close(self) -> None:
+        """Nothing is on the screen."""
+
+
+def test_flags(tmp_path, capsys):
+    settings, tries, seeds = parse("--data d --try patch=2 --plan last4 --try=plan=head --seeds 3 --lr 0.5 --grid 2".split())
+    assert (settings.data, settings.plan, settings.lr, settings.grid) == ("d", "last4", 0.5, 2)
+    assert (tries, seeds) == (["patch=2", "plan=head"], 3)
+    config = tmp_path / "c.yaml"
+    config.write_text("try: [exact, 'patch=2 kernel=lumped']\nseeds: 2\nlr: 0.3")
+    settings, tries, seeds = parse(["--config", str(config), "--lr", "0.4"])
+    assert (settings.lr, tries, seeds) == (0.4, ["exact", "patch=2 kernel=lumped"], 2)
+    assert parse(["--config", str(config), "--try", "grid=2"])[1] == ["grid=2"]
+    settings, tries, _ = parse(["--preset", "cifar10-mcunet-last4-patch2"])
+    assert (settings.plan, settings.patch, tries) == ("last4", 2, [])
+    with pytest.raises(SettingsError, match=r"there is no setting 'tryy'\. Did you mean --try\? 'gradfilter compare --help'"):
+        parse(["--tryy", "3"])
+    with pytest.raises(SettingsError, match=r"--seeds: Expected a int\. Got value: x\. 'gradfilter compare --help'"):
+        parse(["--seeds", "x"])
+    with pytest.raises(SettingsError, match="--try: which plan"):
+        parse(["--try"])
+    assert main(["compare", "--try", "exact"]) == 2
+    assert "error: a comparison takes two variants or more" in capsys.readouterr().err
+
+
+# Numbers
+
+
+def make_results(accuracy: float, *, exact: bool = False, trained: bool = True, cost: Cost | None = None) -> Results:
+    history = tuple(Epoch(n, 1, 1, 1, value, 0.1, 1, 1) for n, value in ((1, 0.99), (2, accuracy)))
+    layers = (Layer("conv", "patch 2", (2, 2), trained, 9), Layer("fc", "exact", None, True, 9))
+    none: dict[str, Any] = {"skipped": (), "environment": {}, "weights_file": ""}
+    return Results(
+        "net", "data", ("a",), (9,), (100,), {"exact": exact}, Plan.all().to_yaml(), history, 1, ((9,),), layers, cost, **none
+    )
+
+
+COST = Cost(
+    4, 12, saved_bytes=10, exact_saved_bytes=40, step_ratio=0.5, step_seconds=6, exact_step_seconds=9, inference_seconds=3
+)
+HEAD = Cost(
+    4, 12, saved_bytes=2, exact_saved_bytes=2, step_ratio=1.1, step_seconds=4, exact_step_seconds=4, inference_seconds=4
+)
+
+
+def test_outcomes_by_hand():
+    runs = {
+        "head": [make_results(0.5, trained=False, cost=HEAD), make_results(0.6, trained=False)],
+        "exact": [make_results(0.8, exact=True), make_results(0.9, exact=True)],
+        "patch": [make_results(0.8, cost=COST), make_results(0.8)],
+    }
+    head, exact, patch = find_outcomes(runs, "exact")
+    assert (patch.accuracy, patch.difference, patch.error) == pytest.approx((0.8, -0.05, 0.05))
+    assert patch.interval == pytest.approx(find_interval(0.8, 200))
+    assert (patch.saved_bytes, patch.fewer, patch.step_ratio) == (10, 4, 0.5)
+    assert (exact.saved_bytes, exact.fewer, exact.step_ratio) == (40, 1, 1)
+    assert (head.fewer, head.step_ratio) == pytest.approx((20, (4 / 4) / (9 / 3)))  # by way of inference
+    assert [outcome.method for outcome in find_front([head, exact, patch], lambda one: one.saved_bytes)] == [
+        *("head", "patch", "exact")
+    ]
+    assert [outcome.method for outcome in find_front([head, exact, patch], lambda one: -one.saved_bytes)] == ["exact"]
+    assert make_table("t", [head, exact, patch], "exact").to_cells()[2] == [
+        *("patch", "80.00", "73.91–84.95", "-5.00", "5.00", "0.00", "4.0", "0.50")
+    ]
+
+
+def test_without_exact_the_first_is_compared_with():
+    runs = {"grid": [make_results(0.5, cost=COST)], "patch": [make_results(0.6, cost=COST)]}
+    grid, patch = find_outcomes(runs, "grid")
+    assert (grid.fewer, grid.step_ratio, patch.fewer) == (4, 0.5, 4)
+    assert math.isnan(grid.difference)
+    assert patch.difference == pytest.approx(0.1)
+    assert "± s.e." not in make_table("t", [grid, patch], "grid").columns
+
+
+def test_the_interval_is_wilsons():
+    assert find_interval(0.9, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+
+
+def test_pictures_of_all_kinds():
+    """One point twice, a method without accuracy, one without time, many; none that can be drawn is no picture."""
+    (first,) = find_outcomes({"patch": [make_results(0.6, cost=COST)]}, "patch")
+    lost = dataclasses.replace(first, method="lost", accuracy=math.nan)
+    untimed = dataclasses.replace(first, method="untimed", step_ratio=math.nan, saved_bytes=0)
+    many = [dataclasses.replace(first, method=f"a $long$ name {n}" * 3, saved_bytes=10 + n) for n in range(20)]
+    for outcomes in ([first, first], [first, lost], [untimed, lost], [*many, untimed]):
+        picture = make_pareto("title", outcomes)
+        assert picture is not None
+        assert picture.startswith(PNG)
+    assert make_pareto("title", [lost]) is None
