@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -22,7 +23,7 @@ from gradfilter.report.pareto import make_pareto
 from gradfilter.train import InterruptedRunError, train
 from gradfilter.train.compare import compare
 from gradfilter.train.run import DivergedError
-from gradfilter.train.variants import USUAL, find_usual, make_variants
+from gradfilter.train.variants import USUAL, make_variants
 from gradfilter.train.watch import Step, Watch
 from train_runs import assert_same_run, make_photos, make_settings, read_files
 
@@ -59,100 +60,6 @@ class Steps(Watch):
         self.done += 1
         if self.done == self.stop:
             os.kill(os.getpid(), signal.SIGINT)
-
-
-# Variants
-
-
-BASE: dict[str, Any] = {"plan": "last4", "patch": 2, "kernel": "lumped"}
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "name", "folder"),
-    [
-        ("exact", {"exact": True, "patch": None}, "exact", "exact"),
-        ("patch=7", {"patch": 7}, "patch 7", "patch7"),
-        ("grid=4", {"grid": 4, "patch": None}, "grid 4", "grid4"),
-        ("kernel=lift  patch=2", {"kernel": "lift"}, "patch 2, lift", "patch2-lift"),
-        ("kernel=lift", {"kernel": "lift"}, "lift", "lift"),
-        ("plan=head", {"plan": "head"}, "head", "head"),
-        ("plan='last 2' exact=true", {"plan": "last 2", "exact": True, "patch": None}, "last 2, exact", "last2-exact"),
-        ("batch_norm=train", {"batch_norm": "train"}, "batch norm train", "batchnormtrain"),
-    ],
-)
-def test_a_variant_changes_what_it_says(tmp_path, text, changes, name, folder):
-    base = make_settings(tmp_path, tmp_path, **BASE)
-    variant = make_variants(base, [text, "grid=9"])[0]
-    assert variant.settings == dataclasses.replace(base, **changes)
-    assert (variant.name, variant.folder) == (name, folder)
-
-
-def test_a_plan_file_brings_its_own_sizes(tmp_path):
-    file = tmp_path / "my plan.yaml"
-    Plan({"*": Backward(patch=3)}).save(file)
-    base = make_settings(tmp_path, tmp_path, **BASE, batch_norm="train")
-    ours, told, _ = make_variants(base, [shlex.quote(str(file)), f"plan='{file}' grid=3", "patch=3"])
-    assert (ours.name, ours.folder, told.name) == ("my plan", "myplan", "my plan, grid 3")
-    assert ours.settings.make_plan() == Plan({"*": Backward(patch=3)}, batch_norm="train")
-    assert told.settings.make_plan() == Plan({"*": Backward(grid=3)}, batch_norm="train")
-
-
-def test_exact_settings_give_way_to_a_variant_that_filters(tmp_path):
-    base = make_settings(tmp_path, tmp_path, exact=True, patch=None)
-    variants = make_variants(base, ["patch=2", "kernel=lumped", "exact=false", "plan=head", "batch_norm=train"])
-    assert [variant.settings.exact for variant in variants] == [False, False, False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["exact"], "a comparison takes two variants or more, not 1. Give --try again, or not at all."),
-        (["exact", "lr=1"], "--try lr=1: 'lr' does not choose a plan; plan, patch, grid, kernel, exact, batch_norm do."),
-        (["exact", "lr=1"], "All variants have the same lr: give --lr."),
-        (
-            ["exact", "pach=2"],
-            "'pach' does not choose a plan; plan, patch, grid, kernel, exact, batch_norm do. Did you mean patch?",
-        ),
-        (["exact", "patch=two"], "--try patch=two: patch is 'two', but must be a whole number."),
-        (["exact", "patch=2.0"], "patch is '2.0', but must be a whole number."),
-        (["exact", "grid="], "grid is '', but must be a whole number."),
-        (["exact", "patch=0"], "--try patch=0: --patch is 0, but must be at least 1."),
-        (["exact", "kernel=sum"], "kernel is 'sum', but must be one of lift, lumped."),
-        (["exact", "batch_norm=off"], "batch_norm is 'off', but must be one of eval, train, frozen."),
-        (["exact", "exact=yes"], "exact is 'yes', but must be one of true, false."),
-        (["exact", "plan=most"], "--try plan=most: --plan is 'most', which is no plan."),
-        (["exact", "absent.yaml"], "--try absent.yaml: cannot read the plan file 'absent.yaml'"),
-        (["exact", "head"], "'head' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'plan=head'."),
-        (["exact", "lift"], "'lift' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'patch=2'."),
-        (["exact", ""], "--try '': it changes nothing. Give one or more of plan=…, patch=…"),
-        (["exact", "plan='a"], "a quotation mark is left open"),
-        (["exact", "patch=2 patch=3"], "--try 'patch=2 patch=3': patch is said twice. Give one."),
-        (["exact", "patch=2 grid=3"], "--patch 2 and --grid 3 both set the resolution of the gradient: give one."),
-        (["grid=2", "exact patch=2 kernel=lift"], "exact backprop has no patch and no kernel. Give one or the other."),
-        (["patch=2 kernel=lumped", "kernel=lumped patch=2"], "it is the same as --try 'patch=2 kernel=lumped'. Leave one out."),
-        (["plan=last2", "plan='last 2'"], "its folder 'last2' is that of --try plan=last2. Give the plan file another name."),
-        (["patch=x", "grid=y"], "--try patch=x: patch is 'x', but must be a whole number. --try grid=y: grid is 'y', but"),
-    ],
-)
-def test_variants_that_cannot_be(tmp_path, monkeypatch, texts, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError) as caught:
-        compare(make_settings(tmp_path / "photos", tmp_path / "out"), texts)
-    assert message in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_file_may_not_be_called_as_the_cache(tmp_path):
-    Plan.all().save(tmp_path / "Cache.yaml")
-    with pytest.raises(SettingsError, match="the folder 'cache' is that of the trunk cache"):
-        make_variants(make_settings(tmp_path, tmp_path), ["exact", str(tmp_path / "Cache.yaml")])
-
-
-def test_the_usual_variants_and_what_the_settings_choose(tmp_path):
-    assert find_usual(make_settings(tmp_path, tmp_path, patch=2)) == USUAL
-    assert find_usual(make_settings(tmp_path, tmp_path, patch=3)) == (*USUAL, "patch=3")
-    assert find_usual(make_settings(tmp_path, tmp_path, patch=None, plan="mine.yaml")) == (*USUAL, "mine.yaml")
-    assert len(make_variants(make_settings(tmp_path, tmp_path), USUAL)) == 5
 
 
 # Runs
@@ -294,12 +201,16 @@ def test_a_plan_that_diverges_does_not_end_the_comparison(photos, tmp_path, monk
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(PNG)
 
 
-def test_the_cache_is_shared(photos, tmp_path):
-    settings = make_settings(photos, tmp_path / "out", epochs=1, plan="last1", cache="disk", augment="none")
+@pytest.mark.parametrize(("place", "where"), [("disk", "on disk, in"), ("memory", "in memory")])
+def test_the_cache_is_shared(photos, tmp_path, place, where):
+    settings = make_settings(photos, tmp_path / "out", epochs=1, plan="last1", cache=place, augment="none")
     steps = Steps()
     compare(settings, ["patch=2", "exact", "grid=2"], watch=steps)
-    assert steps.told.count(f"found on disk, in {tmp_path / 'out' / 'cache'}") == 4  # training and held-out images, twice
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"patch2", "exact", "grid2", "cache"}
+    assert steps.told.count(f"MB, found {where}") == 4  # training and held-out images, twice
+    caches = {"cache"} if place == "disk" else set()
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"patch2", "exact", "grid2"} | caches
+    train(dataclasses.replace(settings, out=str(tmp_path / "alone")))
+    assert_same_run(tmp_path / "out" / "patch2", tmp_path / "alone")
 
 
 # What is told
@@ -372,7 +283,8 @@ class Screen(Steps):
 
 
 def test_flags(tmp_path, capsys):
-    settings, tries, seeds = parse("--data d --try patch=2 --plan last4 --try=plan=head --seeds 3 --lr 0.5 --grid 2".split())
+    words: list[str] = "--data d --try patch=2 --plan last4 --try=plan=head --seeds 3 --lr 0.5 --grid 2".split()
+    settings, tries, seeds = parse(words)
     assert (settings.data, settings.plan, settings.lr, settings.grid) == ("d", "last4", 0.5, 2)
     assert (tries, seeds) == (["patch=2", "plan=head"], 3)
     config = tmp_path / "c.yaml"
@@ -457,3 +369,30 @@ def test_pictures_of_all_kinds():
         assert picture is not None
         assert picture.startswith(PNG)
     assert make_pareto("title", [lost]) is None
+
+
+# What the documents say
+
+
+DOCS = Path(__file__).parents[1]
+
+
+def test_the_commands_parse(tmp_path, monkeypatch):
+    for name in ("examples/digits.yaml", "runs/depths/compare.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("data: digits\ntry: [exact, patch=2]")
+    Plan.all().save(tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    lines = [line for page in ("README.md", "docs/compare.md") for line in (DOCS / page).read_text("utf-8").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("gradfilter compare ")]
+    for settings, tries, _ in (parse(words[2:]) for words in commands):
+        assert len(make_variants(settings, tries or USUAL)) >= 2
+    assert len(commands) == 6
+
+
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "docs/compare.md").read_text("utf-8"), re.DOTALL)
+    exec(block, {})
+    assert "\n| patch 2 |" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "runs" / "compared").iterdir()} == {*FILES, "exact", "patch2"}

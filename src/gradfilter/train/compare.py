@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from gradfilter.report.outcomes import Outcome, find_accuracies, find_first, fin
 from gradfilter.report.pareto import make_pareto
 from gradfilter.table import Table
 from gradfilter.train import run
+from gradfilter.train.cache import Cache
 from gradfilter.train.job import choose_images, fill_in, make_trained_model, prepare
 from gradfilter.train.settings import Settings
 from gradfilter.train.variants import CACHE, Variant, find_usual, make_variants
@@ -114,6 +116,7 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
     runs: dict[str, list[Results | None]] = {variant.name: [] for variant in comparison.variants}
     first: Data | None = None
     for seed, data in load_for_seeds(comparison):
+        shared: dict[str, Cache] = {}  # another seed has other views and another split
         if first is None:
             first = data
             check_plans(comparison, data)
@@ -121,7 +124,7 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
         # The reference goes first, so that the reports of the others show it beside them.
         for variant in sorted(comparison.variants, key=lambda variant: variant is not comparison.reference):
             watch.tell(f"\n{variant.name}{f', seed {seed}' if seeds > 1 else ''}")
-            runs[variant.name].append(train_one(comparison.make_settings(variant, seed), watch, data))
+            runs[variant.name].append(train_one(comparison.make_settings(variant, seed), watch, data, shared))
     variants = {variant.name: comparison.make_settings(variant, comparison.seeds[0]) for variant in comparison.variants}
     outcomes = find_outcomes(runs, comparison.reference.name, lambda name: measure_exact(variants[name], watch, first))
     compared = Compared(describe(comparison, runs, outcomes), outcomes, runs, comparison.folder)
@@ -196,7 +199,7 @@ def start(comparison: Comparison) -> None:
         replace_file(folder / STORED, yaml.safe_dump(stored, sort_keys=False))
 
 
-def train_one(settings: Settings, watch: Watch, data: Data) -> Results | None:
+def train_one(settings: Settings, watch: Watch, data: Data, shared: dict[str, Cache]) -> Results | None:
     """Return the results of a run that is done, or train it, from its checkpoint where there is one; None if it diverges."""
     results = find_results(settings)
     if results and all((settings.folder / name).exists() for name in run.REPORTS):
@@ -204,7 +207,7 @@ def train_one(settings: Settings, watch: Watch, data: Data) -> Results | None:
         watch.tell(f"done before, in {settings.folder}")
         return results
     try:
-        return run.train(settings, watch, data)
+        return run.train(settings, watch, data, shared)
     except run.DivergedError as error:
         watch.tell(str(error))
         return None
@@ -263,7 +266,7 @@ def describe(comparison: Comparison, runs: dict[str, list[Results | None]], outc
     front = find_front(outcomes, lambda outcome: outcome.saved_bytes)
     if front:
         names = "; ".join(outcome.method for outcome in front)
-        table.remarks.append(f"No method is both better and smaller than: {names}.")
+        table.remarks.append(f"On the front, where no other is better and holds no more: {names}.")
     diverged = [name for name, these in runs.items() if None in these]
     if diverged:
         table.remarks.append(f"Diverged, that is, came to a loss that is no finite number: {'; '.join(diverged)}.")
@@ -274,11 +277,15 @@ def write(comparison: Comparison, compared: Compared, watch: Watch) -> None:
     """Write table, data and picture."""
     folder, table = comparison.folder, compared.table
     runs = [
-        {"method": variant.name, "try": variant.text, "seed": seed, "folder": folder_of.name, "accuracy": accuracy}
+        {
+            "method": variant.name,
+            "try": variant.text,
+            "seed": seed,
+            "folder": comparison.find_run_folder(variant, seed).name,
+            "accuracy, %": None if math.isnan(share) else 100 * share,
+        }
         for variant in comparison.variants
-        for seed, value in zip(comparison.seeds, find_accuracies(compared.runs[variant.name]), strict=True)
-        if (folder_of := comparison.find_run_folder(variant, seed))
-        for accuracy in [None if value != value else 100 * value]
+        for seed, share in zip(comparison.seeds, find_accuracies(compared.runs[variant.name]), strict=True)
     ]
     stored = {**table.to_dict(), "reference": comparison.reference.name, "runs": runs, "environment": find_environment()}
     picture = make_pareto(table.title, compared.outcomes)

@@ -61,7 +61,7 @@ class Feed:
         _, images = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
         return images.to(self.device)
 
-    def keep(self, place: Place, folder: Path, tell: Callable[[str], None]) -> None:
+    def keep(self, place: Place, folder: Path, tell: Callable[[str], None], shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
@@ -74,9 +74,8 @@ class Feed:
             key = make_key(trunk, self.records[len(first)], *about)
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
             images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
-            self.cache = build_cache(
-                trunk, images, first, views * count, last=last, place=place, folder=folder, key=key, tell=tell
-            )
+            where: dict[str, Any] = {"place": place, "folder": folder, "key": key, "tell": tell, "shared": shared}
+            self.cache = build_cache(trunk, images, first, views * count, last=last, **where)
         self.trunk = trunk
 
     def record(self, trunk: Trunk, size: int) -> Record:
