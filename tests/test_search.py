@@ -24,7 +24,8 @@ def draw_survey(seed, layers=4, families=3, resources=(MEMORY,)):
     costs = {}
     for resource in resources:
         passed = np.sort(generator.integers(0, 40, (layers, families)), 1).astype(float)
-        costs[resource] = Costs(passed + np.sort(generator.integers(1, 100, (layers, families)), 1), passed, 7.0)
+        extra = np.sort(generator.integers(1, 100, (layers, families)), 1).astype(float)
+        costs[resource] = Costs(passed + extra, passed, 7.0)
     names = tuple(f"layer{i}" for i in range(layers))
     return Survey(names, tuple(Backward(grid=2**i) for i in range(families)), found, squares, energies.sum() * 1.1, costs)
 

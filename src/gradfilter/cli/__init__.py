@@ -12,6 +12,7 @@ from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 COMMANDS = {
     "train": "Fine-tune a classifier on a folder of images, with filtered gradients.",
+    "compare": "Train several plans side by side: one table, and one picture of accuracy, memory and time.",
     "eval": "Judge the classifier of a run on held-out images, or on others.",
     "predict": "Classify images, or folders of them, with the classifier of a run.",
     "models": "List models, their parameters, and where weights come from.",

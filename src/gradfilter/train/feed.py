@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Feed:
         for rows, images in load(self.rows, shuffle(len(self.images), self.seed, 0).split(self.batch)[:count], self.workers):
             yield images.to(self.device), self.labels[rows % len(self.images)].to(self.device)
 
-    def keep(self, place: Place, folder: Path, watch: Watch) -> None:
+    def keep(self, place: Place, folder: Path, watch: Watch, shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
@@ -80,9 +81,8 @@ class Feed:
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
             loaded = follow(load(self.rows, batches, self.workers), "trunk cache", views * count, watch)
             images = ((rows, x.to(self.device)) for rows, x in loaded)
-            self.cache = build_cache(
-                trunk, images, first, views * count, last=last, place=place, folder=folder, key=key, tell=watch.tell
-            )
+            where: dict[str, Any] = {"place": place, "folder": folder, "key": key, "tell": watch.tell, "shared": shared}
+            self.cache = build_cache(trunk, images, first, views * count, last=last, **where)
         self.trunk = trunk
 
     def record(self, trunk: Trunk, size: int) -> Record:

@@ -26,6 +26,7 @@ from gradfilter.planner import Chosen, choose_plan
 from gradfilter.report.results import Layer
 from gradfilter.survey import MEMORY
 from gradfilter.train.batches import mix
+from gradfilter.train.cache import Cache
 from gradfilter.train.checkpoint import check_folder
 from gradfilter.train.feed import Feed, untouched
 from gradfilter.train.folder import LOGS, PLAN
@@ -130,14 +131,14 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
     return Job(settings, folder, data, model, plan, fabric, make_optimizer(settings, model), train, val, watch)
 
 
-def fill_cache(job: Job) -> None:
+def fill_cache(job: Job, shared: dict[str, Cache] | None = None) -> None:
     """Compute what the frozen layers make of all images, where the settings say so; the model has its weights by now."""
     settings, own = job.settings, job.folder / "cache"
     remove_drafts(own)  # but not those in a folder that is shared: they may be another run's, which is at work
     if settings.cache != "off":
         with job.fabric.autocast():  # as the loop runs it
             for feed in (job.train, job.val):
-                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch)
+                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch, shared)
 
 
 def fill_in(settings: Settings) -> Settings:

@@ -22,6 +22,7 @@ from gradfilter.files import replace_file
 from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, explain_workers, seeded, shuffle
+from gradfilter.train.cache import Cache
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import untouched
 from gradfilter.train.folder import (
@@ -90,13 +91,16 @@ class State:
         return cls(**{**data, "history": [Epoch(**epoch) for epoch in data["history"]]})
 
 
-def train(settings: Settings, watch: Watch | None = None, data: Data | None = None) -> Results:
+def train(
+    settings: Settings, watch: Watch | None = None, data: Data | None = None, shared: dict[str, Cache] | None = None
+) -> Results:
     """Fine-tune a classifier as the settings say; return what came of it.
 
     Args:
         settings: What to train, on what, and how.
         watch: Is told what happens.
         data: Images that are loaded already, in place of those that the settings name.
+        shared: Trunk caches in memory that runs of one process share: give all of them the same, empty at first.
 
     The folder of the run gets the resolved settings (config.yaml), the plan, metrics.csv, the best weights
     (best.safetensors, which loads into a plain model), the last checkpoint, results.json and the report.
@@ -115,7 +119,7 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
             check_run(settings)
         state = restore(job) if settings.resume else State()
         try_step(job)
-        fill_cache(job)
+        fill_cache(job, shared)
         write_config(job)
         watch.tell(describe_size(job))
         best: Judged | None = None
