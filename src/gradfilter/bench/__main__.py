@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, planner, step
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     sub = add(commands, "fidelity", data=True, batch=32, pixels=224)
     sub.add_argument("--batches", type=int, default=4)
     sub.add_argument("--blocks", type=int, default=9)
+    sub = add(commands, "planner", data=True, model="efficientnet-lite0", weights="pretrained", batch=8, pixels=224)
+    sub.add_argument("--batches", type=int, default=3)
     add(commands, "approximation", data=True, batch=32, pixels=224)
     sub = add(commands, "coverage", pixels=96)
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
@@ -72,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
         elif args.command == "approximation":
             reports = [approximation.measure(args.data, args.label, args.batch, args.pixels)]
+        elif args.command == "planner":
+            figures = args.batch, args.batches, args.pixels
+            reports = [planner.measure(args.data, args.label, args.model, args.weights, *figures)]
         elif args.command == "coverage":
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":
