@@ -23,7 +23,7 @@ from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
 from gradfilter.fidelity import Batch, Loss, find_gradients, group
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
-from gradfilter.outputs import find_outputs
+from gradfilter.outputs import explain_failure, find_outputs
 from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
@@ -82,8 +82,9 @@ class Survey:
         return found / np.sqrt(np.maximum(squares * self.total, 1e-300))
 
     def make_plan(self, choices: Sequence[int], **options: Any) -> Plan:
-        """Return the plan of choices: a family for each layer, −1 for not trained."""
-        return Plan({name: self.families[c] for name, c in zip(self.layers, choices, strict=True) if c >= 0}, **options)
+        """Return the plan of choices: a family for each layer, −1 for not trained; what has no gradient is left out."""
+        chosen = zip(self.layers, choices, self.found[:, -1] > 0, strict=True)
+        return Plan({name: self.families[choice] for name, choice, trains in chosen if choice >= 0 and trains}, **options)
 
 
 def survey(
@@ -107,7 +108,8 @@ def survey(
     twin = remove_(copy.deepcopy(model)).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
-        layers = find_order(twin, inputs)
+        with explain_failure(inputs[0], "already without a plan"):
+            layers = find_order(twin, inputs)
         families = find_families(twin, inputs)
         result = measure_gains(twin, layers, families, batches, loss, options)
         for resource in resources:
