@@ -177,6 +177,8 @@ def test_what_cannot_start_writes_nothing_and_replaces_nothing(done, tmp_path):
         compare(dataclasses.replace(replacing, data="absent"), ["patch=2", "exact"])
     with pytest.raises(SettingsError, match="--seeds is 0, but must be at least 1"):
         compare(replacing, ["patch=2", "exact"], seeds=0)
+    with pytest.raises(SettingsError, match="--memory 1MB chooses one plan; a comparison takes several"):
+        compare(dataclasses.replace(replacing, memory="1MB", patch=None), ["patch=2", "exact"])
     assert read_files(done.folder) == before
     with pytest.raises(SettingsError, match="plan=last9"):
         compare(dataclasses.replace(done, out=str(tmp_path / "new")), ["plan=last9", "exact"])

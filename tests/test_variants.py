@@ -68,7 +68,7 @@ def test_exact_settings_give_way_to_a_variant_that_filters(tmp_path):
         (["exact", "kernel=sum"], "kernel is 'sum', but must be one of lift, lumped."),
         (["exact", "batch_norm=off"], "batch_norm is 'off', but must be one of eval, train, frozen."),
         (["exact", "exact=yes"], "exact is 'yes', but must be one of true, false."),
-        (["exact", "plan=most"], "--try plan=most: --plan is 'most', which is no plan."),
+        (["exact", "plan=most"], "--try plan=most: 'most' is no plan."),
         (["exact", "absent.yaml"], "--try absent.yaml: cannot read the plan file 'absent.yaml'"),
         (["exact", "head"], "'head' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'plan=head'."),
         (["exact", "lift"], "'lift' is neither 'exact', nor a plan file that ends in .yaml, nor key=value, as in 'patch=2'."),

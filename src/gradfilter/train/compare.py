@@ -20,9 +20,9 @@ from gradfilter.report import Cost, Results
 from gradfilter.report.outcomes import Outcome, find_accuracies, find_first, find_front, find_outcomes, make_table, to_exact
 from gradfilter.report.pareto import make_pareto
 from gradfilter.table import Table
+from gradfilter.train import folder as files
 from gradfilter.train import run
 from gradfilter.train.cache import Cache
-from gradfilter.train.folder import REPORTS
 from gradfilter.train.job import choose_images, fill_in, make_trained_model, prepare
 from gradfilter.train.settings import Settings
 from gradfilter.train.variants import CACHE, Variant, find_usual, make_variants
@@ -53,6 +53,8 @@ class Comparison:
         """Return the comparison that the command line describes."""
         if seeds < 1:
             raise SettingsError(f"--seeds is {seeds}, but must be at least 1.")
+        if settings.memory is not None:
+            raise SettingsError(f"--memory {settings.memory} chooses one plan; a comparison takes several. Leave it out.")
         variants = make_variants(settings, tries or find_usual(settings))
         return cls(settings, variants, range(settings.seed, settings.seed + seeds), find_folder(settings))
 
@@ -68,7 +70,7 @@ class Comparison:
     def make_settings(self, variant: Variant, seed: int) -> Settings:
         """Return the settings of one run: it goes on where it was begun."""
         folder, beside = self.find_run_folder(variant, seed), self.find_run_folder(self.reference, seed)
-        is_known = variant is not self.reference and (beside / run.RESULTS).exists()
+        is_known = variant is not self.reference and (beside / files.RESULTS).exists()
         return dataclasses.replace(
             variant.settings,
             seed=seed,
@@ -140,7 +142,7 @@ def find_folder(settings: Settings) -> Path:
 
 def is_started(folder: Path) -> bool:
     """Tell whether a folder holds a run, done or not."""
-    return (folder / run.LAST).exists() or (folder / run.CONFIG).exists()
+    return (folder / files.LAST).exists() or (folder / files.CONFIG).exists()
 
 
 def check_folder(comparison: Comparison) -> None:
@@ -188,22 +190,27 @@ def check_plans(comparison: Comparison, data: Data) -> None:
 def start(comparison: Comparison) -> None:
     """Write what to go on from; a comparison that is replaced loses its runs first: a resumed one would take them for done."""
     folder = comparison.folder
-    stored = {**comparison.settings.to_dict(), "out": str(folder), "resume": False, "overwrite": False}
+    stored = {
+        **comparison.settings.make_absolute().to_dict(),
+        "out": str(folder.absolute()),
+        "resume": False,
+        "overwrite": False,
+    }
     stored |= {"try": [variant.text for variant in comparison.variants], "seeds": len(comparison.seeds)}
-    with run.writing(folder):
+    with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not comparison.settings.resume:
             for name in (STORED, TABLE, DATA, PICTURE):
                 (folder / name).unlink(missing_ok=True)
             for one in find_run_folders(comparison):
-                run.remove_run(one)
+                files.remove_run(one)
         replace_file(folder / STORED, yaml.safe_dump(stored, sort_keys=False))
 
 
 def train_one(settings: Settings, watch: Watch, data: Data, shared: dict[str, Cache]) -> Results | None:
     """Return the results of a run that is done, or train it, from its checkpoint where there is one; None if it diverges."""
     results = find_results(settings)
-    if results and all((settings.folder / name).exists() for name in REPORTS):
+    if results and all((settings.folder / name).exists() for name in files.REPORTS):
         check_images(settings, data)
         watch.tell(f"done before, in {settings.folder}")
         return results
@@ -217,7 +224,7 @@ def train_one(settings: Settings, watch: Watch, data: Data, shared: dict[str, Ca
 def find_results(settings: Settings) -> Results | None:
     """Return the results of a run that is done, where it had these settings and this plan."""
     try:
-        results = Results.from_dict(json.loads((settings.folder / run.RESULTS).read_text(encoding="utf-8")))
+        results = Results.from_dict(json.loads((settings.folder / files.RESULTS).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
     is_same = results.plan == settings.make_plan().to_yaml() and not fill_in(settings).find_changes(results.settings)
@@ -226,7 +233,7 @@ def find_results(settings: Settings) -> Results | None:
 
 def check_images(settings: Settings, data: Data) -> None:
     """Refuse to compare a run that is done with runs on other images."""
-    chosen, before = choose_images(settings, Watch(), data), run.load_last(settings.folder)[2]["data"]
+    chosen, before = choose_images(settings, Watch(), data), files.load_last(settings.folder)[2]["data"]
     if before != {"training images": chosen.train.fingerprint(), "held-out images": chosen.val.fingerprint()}:
         raise SettingsError(
             f"the comparison cannot be resumed: the images are not those of the run in '{settings.folder}', which is done. Put "
@@ -290,7 +297,7 @@ def write(comparison: Comparison, compared: Compared, watch: Watch) -> None:
     ]
     stored = {**table.to_dict(), "reference": comparison.reference.name, "runs": runs, "environment": find_environment()}
     picture = make_pareto(table.title, compared.outcomes)
-    with run.writing(folder):
+    with files.writing(folder):
         replace_file(folder / TABLE, table.to_markdown())
         replace_file(folder / DATA, json.dumps(stored, indent=1, allow_nan=False) + "\n")
         if picture is None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +80,18 @@ class Feed:
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
             loaded = follow(load(self.rows, batches, self.workers), "trunk cache", views * count, watch)
             images = ((rows, x.to(self.device)) for rows, x in loaded)
-            where: dict[str, Any] = {"place": place, "folder": folder, "key": key, "tell": watch.tell, "shared": shared}
-            self.cache = build_cache(trunk, images, first, views * count, last=last, **where)
+            self.cache = build_cache(
+                trunk,
+                images,
+                first,
+                views * count,
+                last=last,
+                place=place,
+                folder=folder,
+                key=key,
+                tell=watch.tell,
+                shared=shared,
+            )
         self.trunk = trunk
 
     def record(self, trunk: Trunk, size: int) -> Record:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gradfilter.errors import PlanError, SettingsError
+from gradfilter.plan import is_plan_file
 from gradfilter.train.settings import BatchNorm, Kernel, Settings
 
 KEYS = ("plan", "patch", "grid", "kernel", "exact", "batch_norm")
@@ -64,7 +65,7 @@ def make_variants(settings: Settings, texts: Sequence[str]) -> list[Variant]:
 def find_usual(settings: Settings) -> tuple[str, ...]:
     """Return the variants to take where none are given: the usual ones, and what the settings themselves choose."""
     chosen = [f"{key}={value}" for key in ("patch", "grid") if (value := getattr(settings, key)) is not None]
-    chosen += [shlex.quote(settings.plan)] if is_file(settings.plan) and not chosen else []
+    chosen += [shlex.quote(settings.plan)] if is_plan_file(settings.plan) and not chosen else []
     return tuple(dict.fromkeys([*USUAL, *chosen]))
 
 
@@ -90,7 +91,7 @@ def parse_changes(text: str) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            key, value = ("exact", "true") if word == "exact" else ("plan", word) if is_file(word) else refuse_word(word)
+            key, value = ("exact", "true") if word == "exact" else ("plan", word) if is_plan_file(word) else refuse_word(word)
         if key in changes:
             raise SettingsError(f"{key} is said twice. Give one.")
         changes[key] = parse_value(key, value)
@@ -132,7 +133,7 @@ def find_replaced(changes: dict[str, Any]) -> dict[str, Any]:
         replaced = {"exact": False}
     if changes.keys() & {"patch", "grid"} or changes.get("exact"):
         replaced |= {"exact": False, "patch": None, "grid": None}
-    if is_file(changes.get("plan", "")):
+    if is_plan_file(changes.get("plan", "")):
         replaced |= {"exact": False, "patch": None, "grid": None, "kernel": None}
     return {key: value for key, value in replaced.items() if key not in changes}
 
@@ -153,12 +154,7 @@ def check_new(variant: Variant, others: Sequence[Variant]) -> None:
 def describe(key: str, value: Any) -> str:
     """Return a change in a word or two."""
     if key == "plan":
-        return Path(value).stem if is_file(value) else value
+        return Path(value).stem if is_plan_file(value) else value
     if key == "exact":
         return "exact" if value else "filtered"
     return value if key == "kernel" else f"{key.replace('_', ' ')} {value}"
-
-
-def is_file(plan: str) -> bool:
-    """Tell whether a plan is named by its file."""
-    return Path(plan).suffix.lower() in (".yaml", ".yml")
