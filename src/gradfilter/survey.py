@@ -144,10 +144,11 @@ def find_families(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Backwar
     for handle in handles:
         handle.remove()
     image = (inputs[0].shape[-2], inputs[0].shape[-1])
+    exact = Backward(patch=1)
     families: dict[tuple[Pair, ...], Backward] = {}
-    for family in (Backward(patch=1), *(Backward(grid=n) for n in reversed(GRIDS))):
+    for family in (exact, *(Backward(grid=n) for n in GRIDS)):
         families.setdefault(tuple(family.make_tiling(image).patch_for(size) for size in sorted(sizes)), family)
-    return tuple(reversed(families.values()))
+    return (*(family for family in families.values() if family is not exact), exact)
 
 
 def measure_gains(

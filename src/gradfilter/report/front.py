@@ -50,7 +50,9 @@ def draw_front(axes: "Axes", chosen: Chosen, resource: str) -> None:
     for label, plans, mark in kinds:
         style: dict[str, Any] = {"color": LIGHT[mark.colour], "marker": mark.marker, "markerfacecolor": "white"}
         axes.plot(*_find_points(chosen, plans, resource), label=label, linestyle="none", **style)
-    before = 0.0
+    lowest, before = chosen.cosine, 0.0
+    for _, plans, _ in kinds:
+        lowest = min(lowest, float(_find_points(chosen, plans, resource)[1].min(initial=1.0)))
     for family, x, y in zip(survey.families, *_find_points(chosen, uniform, resource), strict=False):
         if x > _APART * before:
             axes.annotate(str(family), (x, y), (4, -4), textcoords="offset points", fontsize=7, color=LIGHT["muted"], va="top")
@@ -64,7 +66,7 @@ def draw_front(axes: "Axes", chosen: Chosen, resource: str) -> None:
     axes.xaxis.set_major_formatter(lambda amount, _: show_amount(resource, amount))
     axes.set_xlabel(f"{NAMES[resource]} (budget: {show_amount(resource, chosen.budgets[resource])})")
     axes.set_title("Expected cosine to the whole gradient")
-    axes.set_ylim(max(0.0, float(cosines[cosines > 0].min()) - 0.05), 1.02)
+    axes.set_ylim(max(0.0, 1 - 1.4 * (1.02 - lowest)), 1.02)  # below it are plans that nobody would try
     axes.legend(loc="lower right", fontsize=8, frameon=False)
 
 
