@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -22,7 +23,7 @@ from gradfilter.patches import Pair, Tiling, make_pair
 DEFAULT_GRID = 4
 MOST_PREFIX = 16
 """So many tokens may stand in front of a grid of tokens: class and register tokens."""
-LAST = re.compile(r"last (\d+)")
+LAST = re.compile(r"last ?(\d+)")
 SHORTCUTS = ("downsample", "shortcut")
 """Names of modules whose convolutions the papers do not count among the last n: they run beside a block, not in it."""
 
@@ -88,8 +89,8 @@ class Plan:
 
     Attributes:
         layers: From shell globs on dotted module names to `Backward`. A container covers everything below it, the first
-            match wins. "last 4" stands for the last four convolutions, counted as the papers do (shortcut projections
-            left out), and the classifier.
+            match wins. "last 4", or "last4", stands for the last four convolutions, counted as the papers do (shortcut
+            projections left out), and the classifier.
         rest: What becomes of the other layers: "frozen", or "exact" for training with exact backprop.
         batch_norm: For the batch norms of trained layers: "eval" keeps their statistics and trains their affine, "train"
             lets the statistics move too, "frozen" trains neither. Those of frozen layers never move.
@@ -121,6 +122,29 @@ class Plan:
     def all(cls, backward: Backward | None = None, **options: Any) -> Plan:
         """Return the plan that trains every layer."""
         return cls({"*": backward or Backward()}, **options)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Return the plan that a word names, "all", "head" or "last4", or that a YAML file holds."""
+        last = LAST.fullmatch(text)
+        if is_plan_file(text):
+            return cls.load(text)
+        if text == "all":
+            return cls.all()
+        if text == "head" or last:
+            return cls.last(int(last[1]) if last else 0)
+        raise PlanError(
+            f"{text!r} is no plan. Give 'all', 'head', 'last4' for the last four convolutions and the classifier, or a file "
+            "that ends in .yaml."
+        )
+
+    def override(self, **choices: Any) -> Plan:
+        """Return the plan with other choices for all layers that it names; None says nothing."""
+        given = {name: value for name, value in choices.items() if value is not None}
+        if given.keys() & {"patch", "grid"}:
+            given = {"patch": None, "grid": None, **given}  # one takes the place of the other
+        layers = {pattern: dataclasses.replace(backward, **given) for pattern, backward in self.layers.items()}
+        return dataclasses.replace(self, layers=layers)
 
     def to_yaml(self) -> str:
         """Return the plan as YAML."""
@@ -156,6 +180,11 @@ class Plan:
             raise PlanError(f"cannot read the plan file {os.fspath(path)!r}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise PlanError(f"the plan file {os.fspath(path)!r} is not text: {error}") from error
+
+
+def is_plan_file(text: str) -> bool:
+    """Tell whether what names a plan is a file."""
+    return Path(text).suffix.lower() in (".yaml", ".yml")
 
 
 def backward_to_dict(backward: Backward) -> dict[str, Any]:
@@ -241,9 +270,9 @@ def containers(name: str) -> list[str]:
 
 def find_covered(pattern: str, model: nn.Module) -> set[str]:
     """Return the modules that a pattern covers: those it matches and all below them."""
-    last = LAST.fullmatch(pattern)
-    if last is None:
-        return {name for name, _ in model.named_modules() if any(fnmatchcase(part, pattern) for part in containers(name))}
+    last, names = LAST.fullmatch(pattern), [name for name, _ in model.named_modules()]
+    if last is None or pattern in names:  # a model may have a module of that name
+        return {name for name in names if any(fnmatchcase(part, pattern) for part in containers(name))}
     return find_below(find_last(model, int(last[1])), model)
 
 
