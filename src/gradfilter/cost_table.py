@@ -72,8 +72,9 @@ class StepCost:
     def total(self) -> LayerCost:
         """The sum over layers."""
         layers = list(self.layers.values())
-        columns: dict[str, Any] = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerCost)}
-        return LayerCost(**{name: None if None in values else sum(values) for name, values in columns.items()})
+        columns = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerCost)}
+        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in columns.items()}
+        return LayerCost(**sums)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ class PlanError(GradFilterError, ValueError):
     """Report a plan that is malformed, or that does not fit the model it is applied to."""
 
 
+class BudgetError(GradFilterError, ValueError):
+    """Report a budget that is malformed, or that no plan can keep."""
+
+
 class InputError(GradFilterError, ValueError):
     """Report a tensor that a layer with a filtered gradient cannot take."""
 

@@ -129,8 +129,8 @@ class Fidelity:
             table.remarks.append("Mean over batches [smallest, largest].")
         if self.depth:
             table.remarks.append(
-                "SNR of gy: what patches keep of the exact gradient at the layer's output. DC ratio: energy of the kernels at DC "
-                "against the largest at another frequency."
+                "SNR of gy: what patches keep of the exact gradient at the layer's output. DC ratio: energy of the kernels at "
+                "DC against the largest at another frequency."
             )
         if not math.isnan(self.rising_share):
             table.remarks.append(

@@ -2,188 +2,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor, nn
 
-from gradfilter.survey import Array, Costs, Survey
+from gradfilter.apply import apply_, remove_
+from gradfilter.cost import predict_saved_bytes
+from gradfilter.errors import BudgetError, ExitWarning, InputError
+from gradfilter.fidelity import Batch, Loss, is_pair
+from gradfilter.meter import BACKWARD, FORWARD, predict_step
+from gradfilter.outputs import explain_failure, find_logits
+from gradfilter.plan import Plan
+from gradfilter.search import Front, search
+from gradfilter.shapes import on_shapes, to_meta
+from gradfilter.survey import FLOPS, MEMORY, TIME, Survey, sum_outputs, survey, time_step
+from gradfilter.table import Table
+from gradfilter.units import parse_amount, show_amount
 
-Choices = NDArray[np.int64]
-PRICES = np.concatenate([np.zeros(1), np.logspace(-4, 4, 257)])
-"""What the whole of a resource costs, in units of the whole gradient's energy: the prices of the bound."""
-SHARES = 5
-"""With several budgets, plans are sought for costs that are shared out among them in so many steps."""
-BUCKETS = 1024
-"""Of partial plans whose costs are this close on a logarithmic scale of `DECADES`, the one with the largest gain is followed."""
-DECADES = 6.0
+MOST_IMAGES = 16
+"""Usefulness is measured on so many images of each batch: more change little, and take longer."""
+NAMES = {MEMORY: "bytes held by autograd", FLOPS: "flops of a step", TIME: "seconds of a step"}
+
+Budget = str | float | None
 
 
 @dataclass(frozen=True)
-class Front:
-    """The plans that none is better than at less cost, as far as they were followed.
+class Chosen:
+    """A plan that was chosen, and what it was chosen from.
 
     Attributes:
-        choices: A family for each layer, −1 for not trained [plans, layers].
-        cosines: The cosine to the whole gradient that the survey lets expect [plans].
-        gains: The share of the gradient's energy that each finds, see `Survey.gains` [plans].
-        costs: By resource [plans].
-        prices: By resource, every price of the bound [prices].
-        duals: For each price, the most that gain less price can be over all plans [prices].
+        plan: The plan.
+        budgets: By resource.
+        costs: What the plan costs: bytes and flops as predicted, which is exact; time as measured.
+        cosine: The cosine to the whole gradient that the survey lets expect, layers that are not trained counting as zero.
+        gap: The share of the gradient's energy by which a plan within the budgets could at most be better, by the survey.
+        choices: The family of each layer of the survey, −1 for not trained.
+        survey: What is known of the layers.
+        front: The plans that were looked at.
     """
 
-    choices: Choices
-    cosines: Array
-    gains: Array
-    costs: dict[str, Array]
-    prices: dict[str, Array]
-    duals: Array
+    plan: Plan
+    budgets: dict[str, float]
+    costs: dict[str, float]
+    cosine: float
+    gap: float
+    choices: tuple[int, ...]
+    survey: Survey
+    front: Front
 
-    def find_feasible(self, budgets: Mapping[str, float]) -> Choices:
-        """Return the places of the plans that no budget forbids, the best first."""
-        feasible = np.ones(len(self.cosines), dtype=bool)
-        for resource, budget in budgets.items():
-            feasible &= self.costs[resource] <= budget
-        places = np.flatnonzero(feasible)
-        return places[np.argsort(-self.cosines[places], kind="stable")]
+    def to_table(self) -> Table:
+        """Return a row for each layer behind the first that is trained."""
+        kinds: dict[str, Any] = {"layer": str, "backward": str, "share of the gradient": "{:.1%}".format}
+        kinds |= {"found of it": "{:.1%}".format, "held": lambda value: show_amount(MEMORY, value) if value else "0 B"}
+        table = Table(f"Plan for {self.describe_budgets()}: expected cosine {self.cosine:.4f}", kinds)
+        gains, energies, family = self.survey.gains, self.survey.found[:, -1], -1
+        memory = self.survey.costs[MEMORY]
+        for row, (layer, choice) in enumerate(zip(self.survey.layers, self.choices, strict=True)):
+            family = choice if choice >= 0 else family
+            if family < 0:
+                continue
+            held = memory.trained[row, choice] if choice >= 0 else memory.passed[row, family]
+            found = gains[row, choice] / energies[row] if choice >= 0 and energies[row] else None
+            backward = str(self.survey.families[choice]) if choice >= 0 else "frozen"
+            table.rows.append((layer, backward, energies[row] / self.survey.total, found, held))
+        table.remarks = [
+            "; ".join(f"{NAMES[r]}: {show_amount(r, cost)}" for r, cost in self.costs.items()) + ".",
+            f"No plan within the budget finds more than {self.gap:.2%} more of the gradient's energy, by what was measured.",
+        ]
+        return table
 
-    def find_bound(self, budgets: Mapping[str, float]) -> float:
-        """Return a gain that no plan within the budgets can exceed: the least Lagrangian dual of all prices."""
-        allowed = sum(self.prices[resource] * budget for resource, budget in budgets.items())
-        return min(1.0, float(np.min(self.duals + allowed)))
+    def describe_budgets(self) -> str:
+        """Return the budgets in words."""
+        return ", ".join(f"{name} {show_amount(name, amount)}" for name, amount in self.budgets.items())
+
+    def __str__(self) -> str:
+        return self.to_table().to_markdown()
 
 
-def search(survey: Survey, resources: tuple[str, ...]) -> Front:
-    """Find the plans that are best at some cost.
+def plan_for(
+    model: nn.Module,
+    sample: Any,
+    loss: Loss | None = None,
+    *,
+    memory: Budget = None,
+    time: Budget = None,
+    flops: Budget = None,
+    batch: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Choose which layers to train, and at which resolution of the gradient, to get the most useful gradient within a budget.
 
-    The plans do not depend on budgets, so a larger budget never gives a plan that is expected to be worse. With several
-    resources, plans are sought for several weighted sums of their costs.
+    Args:
+        model: The model, which is left as it is. Parameters with requires_grad=False stay frozen.
+        sample: A pair of inputs and targets, several pairs, or inputs alone: usefulness is then measured on targets drawn at
+            random, as it is for a fresh classifier.
+        loss: From outputs and targets to a scalar; cross-entropy where not given.
+        memory: What autograd may hold between forward and backward, e.g. "64MB". It is never exceeded.
+        time: What a step may take, e.g. "200ms", as measured here and now.
+        flops: What a step may compute, forward and backward, e.g. "20G".
+        batch: Images of a training step; as many as in the (first) sample where not given.
+        options: Of the plan, e.g. `batch_norm="train"`.
+
+    Raises:
+        BudgetError: No budget, a malformed one, or one that no plan keeps: the text has the smallest that one does.
+        InputError: The sample does not fit the model, or the loss is no scalar.
     """
-    found: dict[bytes, Choices] = {}
-    prices: dict[str, list[Array]] = {resource: [] for resource in resources}
-    duals: list[Array] = []
-    gains = survey.gains / survey.total
-    for shares in share_out(len(resources)):
-        weights = {r: share / whole(survey.costs[r]) for r, share in zip(resources, shares, strict=True)}
-        costs = Costs(
-            sum((w * survey.costs[r].trained for r, w in weights.items()), np.zeros_like(gains)),
-            sum((w * survey.costs[r].passed for r, w in weights.items()), np.zeros_like(gains)),
+    budgets = {MEMORY: memory, TIME: time, FLOPS: flops}
+    return choose_plan(model, sample, loss, {k: v for k, v in budgets.items() if v is not None}, batch, **options).plan
+
+
+def choose_plan(
+    model: nn.Module,
+    sample: Any,
+    loss: Loss | None,
+    budgets: Mapping[str, str | float],
+    batch: int | None = None,
+    **options: Any,
+) -> Chosen:
+    """Choose a plan as `plan_for` does; return what it was chosen from, too."""
+    limits = {kind: parse_amount(kind, value) for kind, value in budgets.items()}
+    if not limits:
+        raise BudgetError('there is no budget to plan for. Give memory="64MB", time="200ms" or flops="20G", or several.')
+    batches, inputs = find_samples(model, sample, batch)
+    resources = tuple(limits)
+    known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), **options)
+    front = search(known, resources)
+    twin = remove_(copy.deepcopy(model)).train()
+    shrunk = dict(limits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
+        for _ in range(8):  # a time as measured may be above what was shared out: the next try allows less
+            for place in front.find_feasible(shrunk):
+                plan = known.make_plan(front.choices[place].tolist(), **options)
+                costs = find_costs(apply_(twin, plan), inputs, limits)
+                if all(costs[kind] <= limit for kind, limit in limits.items()):
+                    gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
+                    choices = tuple(front.choices[place].tolist())
+                    return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, known, front)
+                if TIME in limits and costs[TIME] > limits[TIME]:
+                    shrunk[TIME] *= min(0.95, limits[TIME] / costs[TIME])
+                    break
+            else:
+                break
+    raise BudgetError(explain_least(front, limits))
+
+
+def explain_least(front: Front, limits: Mapping[str, float]) -> str:
+    """Return the error text for budgets that no plan keeps."""
+    useful = front.cosines > 0
+    least = [f"{kind} {show_least(kind, float(front.costs[kind][useful].min()))}" for kind in limits]
+    asked = ", ".join(f"{kind} {show_amount(kind, limit)}" for kind, limit in limits.items())
+    each = "each taken alone, " if len(least) > 1 else ""
+    return f"no plan keeps to {asked}: {each}the smallest possible budget is {', '.join(least)}. Give more, or a smaller batch."
+
+
+def show_least(kind: str, amount: float) -> str:
+    """Return an amount that is enough as it is written: bytes to the byte, the others rounded up."""
+    return f"{int(amount)} B ({show_amount(kind, amount)})" if kind == MEMORY else show_amount(kind, 1.01 * amount)
+
+
+def find_costs(model: nn.Module, inputs: tuple[Tensor, ...], limits: Mapping[str, float]) -> dict[str, float]:
+    """Return what a model under a plan costs, of each resource with a limit, and the bytes that it holds."""
+    costs = {MEMORY: float(predict_saved_bytes(model, *inputs))}
+    if FLOPS in limits:
+        step = predict_step(model, inputs, sum_outputs)
+        costs[FLOPS] = float(step.count(FORWARD) + step.count(BACKWARD))
+    if TIME in limits:
+        costs[TIME] = float(np.median([sum(time_step(model, inputs)) for _ in range(3)]))
+    return costs
+
+
+def find_samples(model: nn.Module, sample: Any, batch: int | None) -> tuple[Sequence[Batch], tuple[Tensor, ...]]:
+    """Return the batches on which usefulness is measured, and the inputs of a training step."""
+    if isinstance(sample, Tensor):
+        pairs = [(sample, draw_targets(model, sample[:MOST_IMAGES]))]
+    elif is_pair(sample) and isinstance(sample[0], Tensor):
+        pairs = [sample]
+    else:
+        pairs = list(sample)
+    if not pairs or not all(is_pair(pair) and isinstance(pair[0], Tensor) for pair in pairs):
+        raise InputError("the sample is no batch. Give images, a pair (images, targets), or a list of such pairs.")
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise InputError(f"batch is {batch!r}. Give the number of images of a training step, at least 1.")
+    images = pairs[0][0]
+    count = len(images) if batch is None else batch
+    inputs = images[torch.arange(count, device=images.device) % len(images)] if count != len(images) else images
+    return [(x[:MOST_IMAGES], y[:MOST_IMAGES]) for x, y in pairs], (inputs,)
+
+
+def draw_targets(model: nn.Module, images: Tensor) -> Tensor:
+    """Return a class for each image, drawn at random, always the same ones."""
+    with explain_failure(images, "when it is asked for its classes"), on_shapes(model) as (run, _), torch.no_grad():
+        logits = find_logits(run(to_meta(images)))
+    if logits.dim() != 2:
+        raise InputError(
+            f"the model gives an output of shape {list(logits.shape)}, for which no targets can be drawn. Give a pair (images, "
+            "targets), and a loss."
         )
-        found.update({plan.tobytes(): plan for plan in find_plans(gains, costs)})
-        duals.append(find_duals(gains, costs) - sum(PRICES * w * survey.costs[r].base for r, w in weights.items()))
-        for resource, weight in weights.items():
-            prices[resource].append(weight * PRICES)
-    choices = np.stack(list(found.values()))
-    return Front(
-        choices,
-        survey.cosine(choices),
-        pick(gains, choices).sum(-1),
-        {r: count(survey.costs[r], choices) for r in resources},
-        {r: np.concatenate(prices[r]) for r in resources},
-        np.concatenate(duals),
-    )
-
-
-def share_out(resources: int) -> Iterator[tuple[float, ...]]:
-    """Yield how costs can be shared out among resources."""
-    for parts in product(range(SHARES), repeat=resources):
-        if sum(parts) == SHARES - 1:
-            yield tuple(part / (SHARES - 1) for part in parts)
-
-
-def whole(costs: Costs) -> float:
-    """Return what the dearest plan costs."""
-    return float(np.maximum(costs.trained, costs.passed).max(1).sum()) or 1.0
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Partial plans: what becomes of some layer and of all that run after it.
-
-    Attributes:
-        costs: What each costs [plans].
-        gains: What each finds [plans].
-        choices: A family for each layer, −1 for not trained, and for those before [plans, layers].
-    """
-
-    costs: Array
-    gains: Array
-    choices: Choices
-
-    def train(self, layer: int, family: int, cost: float, gain: float) -> Partial:
-        """Return the plans with a layer in front that is trained."""
-        choices = self.choices.copy()
-        choices[:, layer] = family
-        return Partial(self.costs + cost, self.gains + gain, choices)
-
-    def skip(self, cost: float) -> Partial:
-        """Return the plans with a layer in front that passes the gradient on."""
-        return Partial(self.costs + cost, self.gains, self.choices)
-
-    def join(self, other: Partial) -> Partial:
-        """Return the plans of both that none is better than at less cost, thinned to one per bucket of costs."""
-        costs, gains = np.concatenate([self.costs, other.costs]), np.concatenate([self.gains, other.gains])
-        order = np.lexsort((-gains, costs))  # by cost; at the same cost the largest gain first
-        best = np.maximum.accumulate(gains[order])
-        order = order[np.append(True, best[1:] > best[:-1])]
-        if len(order) > BUCKETS:
-            buckets = np.floor(np.log10(np.maximum(costs[order], 10**-DECADES)) * BUCKETS / DECADES)
-            order = order[np.append(buckets[1:] != buckets[:-1], True)]
-        return Partial(costs[order], gains[order], np.concatenate([self.choices, other.choices])[order])
-
-
-def find_plans(gains: Array, costs: Costs) -> Choices:
-    """Return the plans that are best at some cost [plans, layers].
-
-    By dynamic programming from the last layer to the first. With P(l, t) the partial plans of layers l, l+1, … when the
-    latest trained layer before them has family t,
-        P(l, t) = P(l+1, t) with l passing the gradient on  ∪  for all t' ≥ t: P(l+1, t') with l trained in family t'.
-    The first trained layer may be any: what runs before it costs nothing. The gradient gets no coarser towards the loss
-    (t' ≥ t), so what a layer receives is at least as good as in the family that it was measured in.
-    """
-    layers, families = gains.shape
-    nothing = Partial(np.zeros(1), np.zeros(1), np.full((1, layers), -1))
-    after, plans = [nothing] * families, nothing
-    for layer in reversed(range(layers)):
-        best, here = None, list(after)
-        for t in reversed(range(families)):
-            trained = after[t].train(layer, t, costs.trained[layer, t], gains[layer, t])
-            best = trained if best is None else best.join(trained)
-            here[t] = after[t].skip(costs.passed[layer, t]).join(best)
-        assert best is not None
-        after, plans = here, plans.join(best)
-    return plans.choices[(plans.choices >= 0).any(1)]
-
-
-def find_duals(gains: Array, costs: Costs) -> Array:
-    """Return, for each of `PRICES`, the most that gain less price times cost can be over all plans, exactly.
-
-    The same recursion as in `find_plans`: at a price, gain less price is one number, and the largest is all that matters.
-    """
-    value = np.zeros((len(PRICES), gains.shape[1]))
-    most = np.zeros(len(PRICES))
-    for gain, trained, passed in zip(gains[::-1], costs.trained[::-1], costs.passed[::-1], strict=True):
-        train = gain - PRICES[:, None] * trained + value
-        best = np.maximum.accumulate(train[:, ::-1], 1)[:, ::-1]  # over this family and all finer ones
-        most = np.maximum(most, best[:, 0])
-        value = np.maximum(best, value - PRICES[:, None] * passed)
-    return most
-
-
-def pick(table: Array, choices: Choices) -> Array:
-    """Return the entries of a table [layers, families] that plans choose [plans, layers], zero where a layer is not trained."""
-    return np.where(choices >= 0, table[np.arange(choices.shape[1]), choices], 0.0)
-
-
-def count(costs: Costs, choices: Choices) -> Array:
-    """Return what plans cost [plans]: trained layers, and those behind the first of them that pass the gradient on."""
-    family = np.full(len(choices), -1)
-    total = np.full(len(choices), costs.base)
-    for layer in range(choices.shape[1]):
-        choice = choices[:, layer]
-        family = np.where(choice >= 0, choice, family)
-        price = np.where(choice >= 0, costs.trained[layer, choice], costs.passed[layer, family])
-        total += np.where(family >= 0, price, 0.0)
-    return total
+    return torch.randint(logits.shape[1], (len(images),), generator=torch.Generator().manual_seed(0)).to(images.device)

@@ -32,9 +32,10 @@ def dct(x: Tensor) -> Tensor:
 
 def make_dct(n: int) -> Tensor:
     """Return the matrix of the orthonormal DCT-II of n values."""
-    k, i = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
-    matrix = torch.cos(math.pi * (2 * i + 1) * k / (2 * n)).double()
-    return matrix * torch.where(k == 0, 1 / n, 2 / n).double().sqrt()
+    i = torch.arange(n, dtype=torch.float64)
+    matrix = torch.cos(math.pi / (2 * n) * i[:, None] * (2 * i + 1)) * math.sqrt(2 / n)
+    matrix[0] = math.sqrt(1 / n)
+    return matrix
 
 
 def find_dc_ratio(weight: Tensor) -> float:

@@ -19,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradfilter.apply import apply_, find_applied, remove_
+from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
 from gradfilter.fidelity import Batch, Loss, find_gradients, group
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
 from gradfilter.outputs import sum_outputs
-from gradfilter.plan import Backward, Plan, find_layers
+from gradfilter.patches import Pair
+from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
 
 Array = NDArray[np.float64]
@@ -107,7 +108,7 @@ def survey(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
         layers = find_order(twin, inputs)
-        families = find_families(twin, inputs, options)
+        families = find_families(twin, inputs)
         result = measure_gains(twin, layers, families, batches, loss, options)
         for resource in resources:
             result.costs[resource] = COSTS[resource](twin, result, inputs, options)
@@ -128,17 +129,23 @@ def find_order(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     return order
 
 
-def find_families(model: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Backward, ...]:
+def find_families(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Backward, ...]:
     """Return the families that differ on this model, from the coarsest to the finest."""
-    seen: dict[tuple[tuple[str, Any], ...], Backward] = {}
+    sizes: set[Pair] = set()
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sizes.add((args[0].shape[-2], args[0].shape[-1]))
+
+    handles = [m.register_forward_pre_hook(note) for m in find_layers(model).values() if isinstance(m, Conv)]
+    with on_shapes(model) as (run, _), torch.no_grad():
+        run(*inputs)
+    for handle in handles:
+        handle.remove()
+    image = (inputs[0].shape[-2], inputs[0].shape[-1])
+    families: dict[tuple[Pair, ...], Backward] = {}
     for family in (Backward(patch=1), *(Backward(grid=n) for n in reversed(GRIDS))):
-        apply_(model, Plan.all(family, **options))
-        with on_shapes(model) as (run, _):
-            run(*inputs)
-        applied = find_applied(model)
-        assert applied is not None
-        seen.setdefault(tuple(applied.patches.items()), family)
-    return tuple(reversed(seen.values()))
+        families.setdefault(tuple(family.make_tiling(image).patch_for(size) for size in sorted(sizes)), family)
+    return tuple(reversed(families.values()))
 
 
 def measure_gains(
@@ -231,7 +238,8 @@ def find_costs(
     run: Callable[[tuple[Tensor, ...]], dict[str, float]],
 ) -> Costs:
     """Return what `run` says of each layer under each family, with all layers trained, and with none."""
-    costs = Costs(*np.zeros((2, len(survey.layers), len(survey.families))))
+    shape = len(survey.layers), len(survey.families)
+    costs = Costs(np.zeros(shape), np.zeros(shape))
     trainable = [p for p in model.parameters() if p.requires_grad]
     for column, family in enumerate(survey.families):
         apply_(model, Plan.all(family, **options))

@@ -37,6 +37,8 @@ def run(argv: list[str]) -> int:
     settings = fill_in(parse(rest))
     if settings.exact:
         raise SettingsError("--exact leaves nothing to compare: drop it, and give a plan, --patch or --grid.")
+    if args.out is not None:
+        make_folder(args.out)
     logging.getLogger("lightning").setLevel(logging.WARNING)  # its greeting
     screen = make_screen(sys.stderr)
     try:
@@ -92,15 +94,26 @@ def find_batches(feed: Feed, seed: int, count: int) -> Iterator[tuple[Tensor, Te
 
 def save(found: Fidelity, settings: Settings, folder: Path) -> None:
     """Write the table and the picture."""
-    title = f"{settings.model} on {settings.data}, plan {settings.plan} {settings.describe_backward()}".strip()
+    choices = ", ".join(dict.fromkeys(map(str, settings.make_plan().layers.values())))
+    title = f"{settings.model} on {Path(settings.data).name}, plan {settings.plan}, {choices}, batch {settings.batch}"
     picture = make_fidelity_picture(found, title)
     table = found.to_table()
     table.title = f"{table.title}: {title}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         table.save(folder / "fidelity")
         replace_file(folder / "fidelity.png", picture)
     except OSError as error:
-        raise SettingsError(
-            f"cannot write to --out {str(folder)!r}: {error.strerror or error}. Give another folder."
-        ) from error
+        raise SettingsError(explain(folder, error)) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder to write to, before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(explain(folder, error)) from error
+
+
+def explain(folder: Path, error: OSError) -> str:
+    """Return the error text for a folder that cannot be written."""
+    return f"--out {folder} cannot be written: {error.strerror or error}. Give another folder."

@@ -23,7 +23,7 @@ def make_fidelity_picture(fidelity: Fidelity, title: str = "") -> bytes:
     Layers stand from the loss to the input, so that what happens to the gradient on its way reads from left to right.
     """
     # Those whose gradient is no map, such as the classifier, are nearest to the loss.
-    names = [*(name for name in reversed(fidelity.layers) if name not in fidelity.depth), *fidelity.depth]
+    names = [*(name for name in reversed(list(fidelity.layers)) if name not in fidelity.depth), *fidelity.depth]
     layers = [fidelity.layers[name] for name in names]
     with drawing():
         figure = make_figure(max(6.5, min(14, 2 + 0.2 * len(names))), 6.2)
@@ -37,6 +37,8 @@ def make_fidelity_picture(fidelity: Fidelity, title: str = "") -> bytes:
         below.axhline(1, color=LIGHT["muted"], linewidth=0.8)
         below.set_title("Cosine of the layer's filtered gradient to the exact one")
         _name_layers(below, names)
+        bars = f"; bars: smallest to largest of {fidelity.batches} batches" if fidelity.batches > 1 else ""
+        below.set_xlabel(f"layer, from the loss to the input{bars}")
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=_DPI, facecolor="#ffffff", metadata={"Software": None})
     return file.getvalue()
@@ -61,7 +63,6 @@ def _draw(axes: "Axes", spreads: Sequence[Spread | None], mark: Mark) -> None:
 
 def _name_layers(axes: "Axes", names: Sequence[str]) -> None:
     axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_xlabel("layer, from the loss to the input")
     if len(names) <= _MOST_NAMES:
         axes.set_xticks(range(len(names)), [shorten(name or "(model)", 28) for name in names], rotation=90, fontsize=7)
     else:

@@ -1,0 +1,201 @@
+"""The best plans at every cost, by dynamic programming over the layers of a survey, and how much better any could be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradfilter.survey import Array, Costs, Survey
+
+Choices = NDArray[np.int64]
+PRICES = np.concatenate([np.zeros(1), np.logspace(-4, 4, 257)])
+"""What the whole of a resource costs, in units of the whole gradient's energy: the prices of the bound."""
+SHARES = 5
+"""With several budgets, plans are sought for costs that are shared out among them in so many steps."""
+BUCKETS = 1024
+"""Of partial plans whose costs fall into one of so many steps of a logarithmic scale, the one that finds most is followed."""
+DECADES = 6.0
+"""Length of that scale."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """The plans that none is better than at less cost, as far as they were followed.
+
+    Attributes:
+        choices: A family for each layer, −1 for not trained [plans, layers].
+        cosines: The cosine to the whole gradient that the survey lets expect [plans].
+        gains: The share of the gradient's energy that each finds, see `Survey.gains` [plans].
+        costs: By resource [plans].
+        prices: By resource, every price of the bound [prices].
+        duals: For each price, the most that gain less price can be over all plans [prices].
+    """
+
+    choices: Choices
+    cosines: Array
+    gains: Array
+    costs: dict[str, Array]
+    prices: dict[str, Array]
+    duals: Array
+
+    def find_feasible(self, budgets: Mapping[str, float]) -> Choices:
+        """Return the places of the plans that no budget forbids, the best first."""
+        feasible = np.ones(len(self.cosines), dtype=bool)
+        for resource, budget in budgets.items():
+            feasible &= self.costs[resource] <= budget
+        places = np.flatnonzero(feasible & (self.cosines > 0))
+        return places[np.argsort(-self.cosines[places], kind="stable")]
+
+    def find_bound(self, budgets: Mapping[str, float]) -> float:
+        """Return a gain that no plan within the budgets can exceed: the least Lagrangian dual of all prices."""
+        allowed = sum(self.prices[resource] * budget for resource, budget in budgets.items())
+        return min(1.0, float(np.min(self.duals + allowed)))
+
+
+def search(survey: Survey, resources: tuple[str, ...]) -> Front:
+    """Find the plans that are best at some cost.
+
+    The plans do not depend on budgets, so a larger budget never gives a plan that is expected to be worse. With several
+    resources, plans are sought for several weighted sums of their costs.
+    """
+    found = {plan.tobytes(): plan for plan in make_simple_plans(*survey.found.shape)}
+    prices: dict[str, list[Array]] = {resource: [] for resource in resources}
+    duals: list[Array] = []
+    gains = survey.gains / survey.total
+    for shares in share_out(len(resources)):
+        weights = {r: share / whole(survey.costs[r]) for r, share in zip(resources, shares, strict=True)}
+        costs = Costs(
+            sum((w * survey.costs[r].trained for r, w in weights.items()), np.zeros_like(gains)),
+            sum((w * survey.costs[r].passed for r, w in weights.items()), np.zeros_like(gains)),
+        )
+        found.update({plan.tobytes(): plan for plan in find_plans(gains, costs)})
+        duals.append(find_duals(gains, costs) - sum(PRICES * w * survey.costs[r].base for r, w in weights.items()))
+        for resource, weight in weights.items():
+            prices[resource].append(weight * PRICES)
+    choices = np.stack(list(found.values()))
+    return Front(
+        choices,
+        survey.cosine(choices),
+        pick(gains, choices).sum(-1),
+        {r: count(survey.costs[r], choices) for r in resources},
+        {r: np.concatenate(prices[r]) for r in resources},
+        np.concatenate(duals),
+    )
+
+
+def make_simple_plans(layers: int, families: int) -> Choices:
+    """Return the plans that train one layer, and those that train it and all that run after it, in one family each.
+
+    The cheapest plan of all is among the former; the latter are what a user would try by hand.
+    """
+    alone = np.full((layers, families, layers), -1)
+    alone[np.arange(layers), :, np.arange(layers)] = np.arange(families)
+    after = np.where(np.arange(layers) >= np.arange(layers)[:, None, None], np.arange(families)[:, None], -1)
+    return np.concatenate([alone, after]).reshape(-1, layers)
+
+
+def share_out(resources: int) -> Iterator[tuple[float, ...]]:
+    """Yield how costs can be shared out among resources."""
+    for parts in product(range(SHARES), repeat=resources):
+        if sum(parts) == SHARES - 1:
+            yield tuple(part / (SHARES - 1) for part in parts)
+
+
+def whole(costs: Costs) -> float:
+    """Return what the dearest plan costs."""
+    return float(np.maximum(costs.trained, costs.passed).max(1).sum()) or 1.0
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Partial plans: what becomes of some layer and of all that run after it.
+
+    Attributes:
+        costs: What each costs [plans].
+        gains: What each finds [plans].
+        choices: A family for each layer, −1 for not trained, and for those before [plans, layers].
+    """
+
+    costs: Array
+    gains: Array
+    choices: Choices
+
+    def train(self, layer: int, family: int, cost: float, gain: float) -> Partial:
+        """Return the plans with a layer in front that is trained."""
+        choices = self.choices.copy()
+        choices[:, layer] = family
+        return Partial(self.costs + cost, self.gains + gain, choices)
+
+    def skip(self, cost: float) -> Partial:
+        """Return the plans with a layer in front that passes the gradient on."""
+        return Partial(self.costs + cost, self.gains, self.choices)
+
+    def join(self, other: Partial) -> Partial:
+        """Return the plans of both that none is better than at less cost, thinned to one per bucket of costs."""
+        costs, gains = np.concatenate([self.costs, other.costs]), np.concatenate([self.gains, other.gains])
+        order = np.lexsort((-gains, costs))  # by cost; at the same cost the largest gain first
+        best = np.maximum.accumulate(gains[order])
+        order = order[np.append(True, best[1:] > best[:-1])]
+        if len(order) > BUCKETS:
+            buckets = np.floor(np.log10(np.maximum(costs[order], 10**-DECADES)) * BUCKETS / DECADES)
+            order = order[np.append(buckets[1:] != buckets[:-1], True)]
+        return Partial(costs[order], gains[order], np.concatenate([self.choices, other.choices])[order])
+
+
+def find_plans(gains: Array, costs: Costs) -> Choices:
+    """Return the plans that are best at some cost [plans, layers].
+
+    By dynamic programming from the last layer to the first. With P(l, t) the partial plans of layers l, l+1, … when the
+    latest trained layer before them has family t,
+        P(l, t) = P(l+1, t) with l passing the gradient on  ∪  for all t' ≥ t: P(l+1, t') with l trained in family t'.
+    The first trained layer may be any: what runs before it costs nothing. The gradient gets no coarser towards the loss
+    (t' ≥ t), so what a layer receives is at least as good as in the family that it was measured in.
+    """
+    layers, families = gains.shape
+    nothing = Partial(np.zeros(1), np.zeros(1), np.full((1, layers), -1))
+    after, plans = [nothing] * families, nothing
+    for layer in reversed(range(layers)):
+        best, here = None, list(after)
+        for t in reversed(range(families)):
+            trained = after[t].train(layer, t, costs.trained[layer, t], gains[layer, t])
+            best = trained if best is None else best.join(trained)
+            here[t] = after[t].skip(costs.passed[layer, t]).join(best)
+        assert best is not None
+        after, plans = here, plans.join(best)
+    return plans.choices[(plans.choices >= 0).any(1)]
+
+
+def find_duals(gains: Array, costs: Costs) -> Array:
+    """Return, for each of `PRICES`, the most that gain less price times cost can be over all plans, exactly.
+
+    The same recursion as in `find_plans`: at a price, gain less price is one number, and the largest is all that matters.
+    """
+    value = np.zeros((len(PRICES), gains.shape[1]))
+    most = np.zeros(len(PRICES))
+    for gain, trained, passed in zip(gains[::-1], costs.trained[::-1], costs.passed[::-1], strict=True):
+        train = gain - PRICES[:, None] * trained + value
+        best = np.maximum.accumulate(train[:, ::-1], 1)[:, ::-1]  # over this family and all finer ones
+        most = np.maximum(most, best[:, 0])
+        value = np.maximum(best, value - PRICES[:, None] * passed)
+    return most
+
+
+def pick(table: Array, choices: Choices) -> Array:
+    """Return the entries of a table [layers, families] that plans choose [plans, layers], zero where a layer is not trained."""
+    return np.where(choices >= 0, table[np.arange(choices.shape[1]), choices], 0.0)
+
+
+def count(costs: Costs, choices: Choices) -> Array:
+    """Return what plans cost [plans]: trained layers, and those behind the first of them that pass the gradient on."""
+    family = np.full(len(choices), -1)
+    total = np.full(len(choices), float(costs.base))
+    for layer in range(choices.shape[1]):
+        choice = choices[:, layer]
+        family = np.where(choice >= 0, choice, family)
+        price = np.where(choice >= 0, costs.trained[layer, choice], costs.passed[layer, family])
+        total += np.where(family >= 0, price, 0.0)
+    return total
