@@ -100,7 +100,7 @@ class Cost:
     notes: tuple[str, ...] = ()
 
     def to_table(self) -> Table:
-        """Return a row for each layer and one for all; peak, state and time as remarks."""
+        """Return a row for each layer that goes backward, one for the others, one for all; peak, state and time as remarks."""
         table = Table(
             "Cost of a training step beside exact backprop, batch {} at {}×{} px".format(self.batch, *self.resolution),
             {
@@ -116,10 +116,16 @@ class Cost:
                 "gradient bytes": show_bytes,
             },
         )
+        idle, rows = [], []
         for name in dict.fromkeys((*self.plan.layers, *self.exact.layers)):
-            rows = self.plan.layers.get(name, LayerCost()), self.exact.layers.get(name, LayerCost())
+            sides = self.plan.layers.get(name, LayerCost()), self.exact.layers.get(name, LayerCost())
             patch = self.patches.get(name)
-            table.rows.append((name or "(model)", patch and show_patch(patch), *make_row(*rows)))
+            busy = any(side.backward_flops or side.saved_bytes or side.gradient_bytes for side in sides)
+            (rows if busy else idle).append((name or "(model)", patch and show_patch(patch), *make_row(*sides)))
+        if len(idle) > 1:
+            sums = (sum(column) for column in list(zip(*idle, strict=True))[2:])
+            idle = [(f"({len(idle)} without a gradient)", None, *sums)]
+        table.rows += [*idle, *rows]
         table.rows.append(("total", None, *make_row(self.plan.total, self.exact.total)))
         table.remarks += make_remarks(self)
         return table
