@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, step
 from gradfilter.errors import GradFilterError
 
 
@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
     sub.add_argument("--pixels", type=int, default=96)
+    commands.add_parser("paper", help="the gradient-filtering paper's FLOPs and memory columns, regenerated")
     sub = commands.add_parser("accuracy")
     sub.add_argument("--data", type=Path, required=True, help="a folder of images, with train and test, a folder per class")
     sub.add_argument("--label", default="photographs", help="what to call them in the report")
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
+        elif args.command == "paper":
+            reports = [paper.measure()]
         elif args.command == "step":
             reports = [step.measure(args.model, args.batch, args.pixels, args.rounds, args.threads)]
         else:
