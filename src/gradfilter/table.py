@@ -70,8 +70,8 @@ def show_number(number: float, unit: str = "") -> str:
     """Return a number with three digits and a prefix: 12.3 M."""
     for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:
-            value = number / size
-            return f"{value:,.{max(0, 2 - int(math.log10(abs(value) * 1.0005)))}f} {prefix}{unit}"
+            digits = next((2 - i for i, limit in enumerate((9.995, 99.95)) if abs(number) < limit * size), 0)
+            return f"{number / size:,.{digits}f} {prefix}{unit}"
     return f"{number:.0f} {unit}".rstrip()
 
 
