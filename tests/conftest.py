@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +13,17 @@ torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Return a folder of small images to train on."""
+    from train_runs import make_photos
+
+    return make_photos(tmp_path / "photos")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let runs end without drawing their report, where a test does not look at it."""
+    monkeypatch.setattr("gradfilter.train.run.write_report", lambda *arguments: None)

@@ -507,6 +507,33 @@ def test_describe_without_a_plan():
     assert gf.describe(make_net()) == "Net: no plan applied."
 
 
+def test_describe_after_freeze_speaks_of_no_patches():
+    plan = gf.Plan({"block2.conv1": gf.Backward(patch=2), "fc": gf.Backward(grid=3)}, batch_norm="frozen")
+    model = gf.freeze_(make_net(), plan)
+    expected = [
+        "Net: 2 layers trained exactly, rest frozen, batch norm frozen",
+        "layer         trained",
+        "------------  -----------",
+        "block2.conv1  weight",
+        "fc            weight bias",
+    ]
+    assert gf.describe(model).splitlines() == expected
+    gradients(model)
+    assert gf.describe(model).splitlines() == expected
+    assert "at patch resolution" in gf.describe(gf.apply_(model, plan))
+
+
+def test_errors_name_what_was_called():
+    for function in (gf.apply_, gf.freeze_):
+        name = function.__name__
+        with pytest.raises(PlanError, match=f"^{name} got a int where it takes a model"):
+            function(3, gf.Plan.all())  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=f"^{name} got Backward where it takes a Plan"):
+            function(make_net(), gf.Backward())  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=f"the plan trains nothing: .* {name} freezes, it never un-freezes"):
+            function(make_net().requires_grad_(False), gf.Plan.all())
+
+
 def test_describe_before_and_after_a_forward():
     net = gf.apply_(make_net(), gf.Plan({"block2.conv1": gf.Backward(patch=(2, 3)), "fc": gf.Backward()}))
     text = gf.describe(net)

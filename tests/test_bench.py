@@ -118,8 +118,3 @@ def test_accuracy_benchmark_pairs_methods_and_keeps_runs(tmp_path, capsys, monke
     monkeypatch.setattr(accuracy, "train", lambda *_, **__: pytest.fail("a run that is done was run again"))
     assert main(arguments) == 0
     assert capsys.readouterr().out == first
-
-
-def test_the_interval_is_wilsons():
-    low, high = accuracy.find_interval(0.9, 100)
-    assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from gradfilter.train.cache import CacheError, count_bytes, from_row, is_close, 
 from gradfilter.train.feed import Feed
 from gradfilter.train.record import Spec
 from gradfilter.train.settings import Kernel
+from gradfilter.train.watch import Watch, Work
 from trunk_programs import EQUAL, Net
 
 COUNT, BATCH = 10, 4
@@ -52,8 +54,22 @@ def make_feed(model=None, images=None, transform=PLAIN, views=None, seed=0, trai
 def keep(feed, folder, place="disk"):
     """Fill the cache; return what was told."""
     told: list[str] = []
-    feed.keep(place, folder, told.append)
+    feed.keep(place, folder, Tell(told.append))
     return told
+
+
+class Tell(Watch):
+    """Passes on what it is told."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self.pass_on = tell
+        self.works: list[Work] = []
+
+    def tell(self, text: str) -> None:
+        self.pass_on(text)
+
+    def work(self, work: Work) -> None:
+        self.works.append(work)
 
 
 def train(feed, epochs=3):
@@ -221,12 +237,22 @@ def make_cached(folder, place="disk"):
 
 def test_the_size_is_told_before_anything_is_written(tmp_path):
     feed, seen = make_feed(), []
-    feed.keep("disk", tmp_path / "cache", lambda text: seen.append((text, list(tmp_path.iterdir()))))
+    feed.keep("disk", tmp_path / "cache", Tell(lambda text: seen.append((text, list(tmp_path.iterdir())))))
     ((text, files),) = seen
     size = sum(file.stat().st_size for file in tmp_path.glob("cache/*.bin"))
     assert files == []
     assert size == count_bytes(feed.records[BATCH], COUNT)
     assert f"{COUNT} rows of {size / COUNT / 1e3:.1f} kB, {size / 1e6:.1f} MB on disk" in text
+
+
+def test_how_far_the_filling_is_is_told(tmp_path):
+    for expected in (range(BATCH, COUNT + BATCH, BATCH), ()):  # the second time it is found
+        watch = Tell(lambda text: None)
+        make_feed().keep("disk", tmp_path, watch)
+        assert [(work.what, work.done, work.total) for work in watch.works] == [
+            ("trunk cache", min(done, COUNT), COUNT) for done in expected
+        ]
+        assert all(work.seconds_left >= 0 for work in watch.works)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
@@ -235,7 +261,7 @@ def test_a_cache_that_does_not_fit_is_refused(tmp_path, monkeypatch, place):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2000, 1000, 1000))  # type: ignore[attr-defined]
     feed = make_feed()
     with pytest.raises(SettingsError, match=r"would take 0 MB, and there are 0 MB .* Use fewer --views, --cache (disk|memory)"):
-        feed.keep(place, tmp_path / "cache", lambda _: None)
+        feed.keep(place, tmp_path / "cache", Watch())
     assert list(tmp_path.glob("cache/*")) == []
     assert feed.cache is None
 

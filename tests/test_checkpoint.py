@@ -36,17 +36,9 @@ from gradfilter.train.checkpoint import (
 )
 from gradfilter.train.judge import judge
 from gradfilter.train.watch import Step, Watch
-from train_runs import CLASSES, assert_same_run, make_photos, make_settings, read_files, skip_report
+from train_runs import CLASSES, assert_same_run, make_settings, read_files
 
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    skip_report(monkeypatch)
-
-
-@pytest.fixture
-def photos(tmp_path):
-    return make_photos(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from gradfilter.cli import main
+from gradfilter.cli.screen import make_screen
 from gradfilter.plan import Backward, Plan
 
 NETS = """
@@ -79,7 +80,7 @@ def run(capsys, *args):
 
 
 def test_a_users_function(nets, capsys):
-    code, out, err = run(capsys, f"{nets}:plain", "--patch", "4", "--pixels", "32")
+    code, out, err = run(capsys, f"{nets}:plain", "--patch", "4", "--resolution", "32")
     assert (code, err) == (0, "")
     assert "patch 4" in out
     assert "unexpected exits: none" in out
@@ -90,7 +91,7 @@ def test_a_users_function(nets, capsys):
 def test_a_custom_operator_and_outputs_in_a_dictionary(nets, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        code, out, err = run(capsys, f"{nets}:custom", "--grid", "2", "--pixels", "16")
+        code, out, err = run(capsys, f"{nets}:custom", "--grid", "2", "--resolution", "16")
     assert (code, err) == (0, "")
     assert "first" in out
     assert "gradfilter_tests.cube" in out
@@ -100,29 +101,39 @@ def test_a_custom_operator_and_outputs_in_a_dictionary(nets, capsys):
 
 def test_options_make_the_plan(nets, capsys, tmp_path):
     _, out, _ = run(
-        capsys, f"{nets}:plain", "--last", "1", "--patch", "2", "--kernel", "lumped", "--pixels", "16", "--batch", "1"
+        capsys, f"{nets}:plain", "--plan", "last1", "--patch", "2", "--kernel", "lumped", "--resolution", "16", "--batch", "1"
     )
     assert "1 layer at patch resolution" in out
     assert "patch 2 lumped" in out
     Plan({"3": Backward(patch=3)}, rest="exact").save(tmp_path / "plan.yaml")
-    _, out, _ = run(capsys, f"{nets}:plain", "--plan", "plan.yaml", "--pixels", "16")
+    _, out, _ = run(capsys, f"{nets}:plain", "--plan", "plan.yaml", "--resolution", "16")
     assert "rest exact" in out
     assert "patch 3" in out
+    _, out, _ = run(capsys, f"{nets}:plain", "--plan", "plan.yaml", "--grid", "2", "--resolution", "16")
+    assert "rest exact" in out
+    assert "grid 2" in out
+
+
+def test_images_have_the_models_own_size(capsys):
+    code, out, _ = run(capsys, "cifar-resnet20", "--plan", "head")
+    assert code == 0
+    assert "0 layers at patch resolution" in out
+    assert "batch 2 at 32 px" in out
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["{nets}:plain", "--plan", "absent.yaml"], ["absent.yaml"]),
-        (["{nets}:plain", "--plan", "absent.yaml", "--patch", "2"], ["--plan", "drop"]),
+        (["{nets}:plain", "--plan", "lats4"], ["'lats4' is no plan", "'last4'", ".yaml"]),
         (["{nets}:plain", "--patch", "0"], ["patch=0"]),
-        (["{nets}:plain", "--pixels", "0"], ["--pixels 0"]),
-        (["{nets}:plain", "--last", "9"], ["last 9", "has 2"]),
+        (["{nets}:plain", "--resolution", "0"], ["--resolution 0"]),
+        (["{nets}:plain", "--plan", "last9"], ["last 9", "has 2"]),
         (["{nets}:absent"], ["absent", "plain"]),
         (["{nets}:number"], ["int", "function"]),
         (["{nets}:returns_number"], ["returned a int", "torch.nn.Module"]),
         (["{nets}:wants_more"], ["TypeError", "width", "without arguments"]),
-        (["{nets}:one_channel", "--pixels", "16"], ["[2, 3, 16, 16]", "without a plan", "--pixels"]),
+        (["{nets}:one_channel", "--resolution", "16"], ["[2, 3, 16, 16]", "without a plan", "--resolution"]),
         (["no_such_module:net"], ["no_such_module", "import statement"]),
         (["cifar-resnet21"], ["cifar-resnet21", "'cifar-resnet20'", "module:function"]),
     ],
@@ -147,7 +158,7 @@ def test_a_lost_gradient_is_no_success(nets, capsys, monkeypatch):
         model.get_submodule("0").register_buffer("_seen", None)
         return {name for name, _ in model.named_parameters()}
 
-    code, out, _ = run(capsys, f"{nets}:plain", "--pixels", "16")
+    code, out, _ = run(capsys, f"{nets}:plain", "--resolution", "16")
     assert code == 1
     assert "lost under the plan: 0.bias, 0.weight" in out
 
@@ -155,26 +166,49 @@ def test_a_lost_gradient_is_no_success(nets, capsys, monkeypatch):
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 @pytest.mark.parametrize("name", ["torchvision/squeezenet1_1", "timm/test_resnet", "lraspp_mobilenet_v3_large"])
 def test_networks_of_torchvision_and_timm(name, capsys):
-    code, out, err = run(capsys, name, "--pixels", "64")
+    code, out, err = run(capsys, name, "--resolution", "64")
     assert (code, err) == (0, "")
     assert "saved bytes" in out
 
 
 def test_the_module_runs_as_a_program(nets):
     source = os.pathsep.join(p for p in sys.path if p)
-    command = [sys.executable, "-m", "gradfilter", "check", f"{nets}:plain", "--pixels", "16"]
+    command = [sys.executable, "-m", "gradfilter", "check", f"{nets}:plain", "--resolution", "16"]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": source}, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert "unexpected exits: none" in result.stdout
 
 
 def test_verify_compares_all_gradients_with_torchs_own(nets, capsys):
-    code, out, err = run(capsys, f"{nets}:plain", "--patch", "2", "--pixels", "16", "--verify")
+    code, out, err = run(capsys, f"{nets}:plain", "--patch", "2", "--resolution", "16", "--verify")
     assert (code, err) == (0, "")
     assert re.search(r"patch 1 against torch, float64: largest error \de-1\d\n$", out)
 
 
 def test_tokens_filter_the_linear_layers_of_a_transformer(nets, capsys):
-    code, out, _ = run(capsys, f"{nets}:tokens", "--patch", "2", "--tokens", "4", "--pixels", "16")
+    code, out, _ = run(capsys, f"{nets}:tokens", "--patch", "2", "--tokens", "4", "--resolution", "16")
     assert code == 0
     assert re.search(r"mlp\s+patch 2 tokens 4\s+2\s", out)
+
+
+@pytest.mark.parametrize("args", [["presets"], ["train", "--help"], ["nothing"]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(args):
+    """As in `gradfilter presets | true`, or with 2>&1."""
+    source = os.pathsep.join(p for p in sys.path if p)
+    reading, writing = os.pipe()
+    os.close(reading)
+    out, err = (subprocess.DEVNULL, writing) if args == ["nothing"] else (writing, subprocess.PIPE)
+    command = [sys.executable, "-m", "gradfilter", *args]
+    done = subprocess.run(command, stdout=out, stderr=err, env={**os.environ, "PYTHONPATH": source}, check=False)
+    os.close(writing)
+    assert done.returncode in ((0, 141) if "--help" in args else (141,))  # argparse says nothing
+    assert not done.stderr
+
+
+def test_closed_streams(monkeypatch):
+    """As with >&- and 2>&- in a shell: Python has None for them."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["presets", "cifar10-resnet18-*"]) == 0
+    assert main(["nothing"]) == 2
+    make_screen(sys.stderr).tell("to nobody")

@@ -10,7 +10,6 @@ import yaml
 from torch import nn
 
 from gradfilter.cli import main
-from gradfilter.cli.fidelity import find_batches
 from gradfilter.fidelity import Fidelity, LayerFidelity, Spread
 from gradfilter.report.fidelity import make_fidelity_picture
 from gradfilter.train.batches import shuffle
@@ -88,7 +87,7 @@ def test_command_compares_the_first_batches_of_training():
     seen = []
     feed.model = Keep(seen)
     labels = [y for y, forward in feed.run(shuffle(len(feed.images), 0, 0), 0) if forward() is not None]
-    batches = list(find_batches(feed, 0, 2))
+    batches = list(feed.first(2))
     assert len(batches) == 2
     for i, (x, y) in enumerate(batches):
         assert torch.equal(x, seen[i])

@@ -90,12 +90,6 @@ def test_kl_divergence_is_that_of_the_histograms():
         shares = part / part.sum()
         expected = sum(p * np.log(p / q) for p, q in zip(shares, whole, strict=True) if p > 0)
         assert measured == pytest.approx(expected, abs=1e-12)
-    between = partition.kl_between()
-    assert [between[number][number] for number in range(3)] == [0, 0, 0]
-    for mine in range(3):
-        for other in range(3):
-            lacks = any(counts[mine][label] and not counts[other][label] for label in range(3))
-            assert math.isinf(between[mine][other]) == lacks
 
 
 def test_a_class_without_images_does_not_count():

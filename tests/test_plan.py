@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections import OrderedDict
 from dataclasses import FrozenInstanceError
 from functools import cache
 from pathlib import Path
@@ -397,3 +398,35 @@ def test_plan_file_is_found_relative_to_the_working_folder(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Plan.last(3).save("plan.yaml")
     assert Plan.load(Path("plan.yaml")) == Plan.last(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [("all", Plan.all()), ("head", Plan.last(0)), ("last4", Plan.last(4)), ("last 12", Plan.last(12))],
+)
+def test_words_for_plans(text, plan):
+    assert Plan.parse(text) == plan
+
+
+def test_files_and_other_words(tmp_path):
+    plan = Plan({"3": Backward(patch=3)}, rest="exact")
+    plan.save(tmp_path / "mine.YML")
+    assert Plan.parse(str(tmp_path / "mine.YML")) == plan
+    with pytest.raises(PlanError, match=r"'lats4' is no plan\. Give 'all', 'head', 'last4' .* or a file that ends in \.yaml"):
+        Plan.parse("lats4")
+
+
+def test_overrides_hold_for_all_layers():
+    plan = Plan({"a": Backward(patch=2, tokens=7), "b": Backward(kernel="lumped")}, batch_norm="train")
+    assert plan.override(patch=None, grid=None, kernel=None) == plan
+    changed = Plan({"a": Backward(grid=3, tokens=7), "b": Backward(grid=3, kernel="lumped")}, batch_norm="train")
+    assert plan.override(grid=3) == changed
+    with pytest.raises(PlanError, match="give one"):
+        plan.override(grid=3, patch=2)
+
+
+def test_a_module_may_be_named_like_the_last_layers():
+    model = nn.Sequential(OrderedDict(first=nn.Conv2d(3, 4, 1), last2=nn.Conv2d(4, 4, 1), third=nn.Conv2d(4, 4, 1)))
+    assert list(resolve(Plan({"last2": Backward()}), model).convs) == ["last2"]
+    assert list(resolve(Plan({"last 2": Backward()}), model).convs) == ["last2", "third"]
+    assert list(resolve(Plan({"last1": Backward()}), model).convs) == ["third"]

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from gradfilter.cli import main
 from gradfilter.errors import SettingsError
 from gradfilter.models import find_models
 from gradfilter.plan import Plan
@@ -111,3 +112,18 @@ def test_unknown_preset_names_near_ones_and_the_grammar():
         get_preset("cifar10-mcunet-last5-patch2")
     with pytest.raises(SettingsError, match=r"named 'x'\. Names are .* DATA: cifar10, .*MODEL: mobilenetv2, .*METHOD: exact, "):
         get_preset("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("cifar10-mcunet-last4-patch2", "give --weights FILE"),
+        ("pets-mobilenetv2-all-exact", "pretrained"),
+        ("imagenet-mcunet-pretrain", "random"),
+        ("imagenet-resnet18-last2-lumped2", "of imagenet-resnet18-pretrain"),
+    ],
+)
+def test_the_list_tells_where_weights_come_from(capsys, name, weights):
+    assert main(["presets", name]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in row.split("|")[1:3]] == [name, weights]

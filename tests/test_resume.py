@@ -7,37 +7,29 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from gradfilter.cli import main
 from gradfilter.errors import CheckpointError, SettingsError
-from gradfilter.train import InterruptedRunError, train
+from gradfilter.train import InterruptedRunError, Settings, train
 from gradfilter.train.checkpoint import FORMAT, load_checkpoint
 from gradfilter.train.watch import Step, Watch
 from train_runs import (
+    Process,
     assert_same_run,
     find_weights,
     make_command,
     make_environment,
-    make_photos,
     make_settings,
     read_files,
-    skip_report,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    skip_report(monkeypatch)
-
-
-@pytest.fixture
-def photos(tmp_path):
-    return make_photos(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_nobody_had(tmp_path):
@@ -193,6 +185,43 @@ def save_random_weights(file: Path, seed: int) -> None:
     torch.save(model.state_dict(), file)
 
 
+def test_from_another_current_directory(photos, tmp_path, monkeypatch, capsys):
+    """All paths of config.yaml are absolute; what is no path stays a word."""
+    save_random_weights(tmp_path / "weights.pth", seed=0)
+    (tmp_path / "plan.yaml").write_text("layers: {'*': {patch: 2}}")
+    (tmp_path / "elsewhere").mkdir()
+    train(make_settings(photos, tmp_path / "beside", epochs=1))
+    choices: dict[str, Any] = {"weights": "weights.pth", "plan": "./plan.yaml", "patch": None, "parts": 2, "root": "sets"}
+    choices |= {"partition": "parts.json", "cache_folder": "kept", "beside": "elsewhere/../beside"}
+    paths = {"data": "photos", "weights": "weights.pth", "plan": "plan.yaml", "root": "sets", "partition": "parts.json"}
+    paths |= {"cache_folder": "kept", "beside": "beside", "out": "out"}
+    monkeypatch.chdir(tmp_path)
+    train(make_settings(Path("photos"), Path("expected"), **choices))
+    with pytest.raises(InterruptedRunError):
+        train(make_settings(Path("photos"), Path("out"), **choices), Stop(4))
+    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert {name: stored[name] for name in paths} == {name: str(tmp_path / path) for name, path in paths.items()}
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["train", "--config", "../out/config.yaml", "--resume"]) == 0, capsys.readouterr()
+    assert_same_run(tmp_path / "out", tmp_path / "expected")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_words_are_no_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "pretrained", "last4", "all"):
+        (tmp_path / name).mkdir()
+    for plan in ("last4", "all"):
+        absolute = Settings(data="digits", plan=plan).make_absolute()
+        assert absolute == Settings(data="digits", plan=plan, out=str(tmp_path / "runs" / f"digits-efficientnet-lite0-{plan}"))
+    (tmp_path / "photos").mkdir()
+    settings = Settings(data="photos")
+    assert settings.find_changes({**settings.to_dict(), "data": str(tmp_path / "photos")}) == []
+    assert settings.make_absolute().find_changes(settings.to_dict()) == []
+    for data in ("", "phtos"):  # for the error to name
+        assert Settings(data=data, weights="absent.pth").make_absolute().data == data
+
+
 def test_resume_without_a_run(photos, tmp_path):
     with pytest.raises(SettingsError, match=r"the folder '.*out' holds no run to go on with\. Check --out"):
         train(make_settings(photos, tmp_path / "out", resume=True))
@@ -212,6 +241,22 @@ def test_overwrite_replaces_a_run(photos, stopped, tmp_path):
     train(dataclasses.replace(stopped, resume=False, overwrite=True, seed=3))
     assert_same_run(stopped.folder, tmp_path / "expected")
     assert not (stopped.folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("own", [[], ["notes.txt", "tensorboard/notes.txt", "tensorboard/mine/notes.txt"]])
+def test_overwrite_leaves_nothing_of_a_run_and_all_that_is_not_ours(photos, tmp_path, own):
+    old, new = ({"measure": True, "tensorboard": True, "cache": "disk", "plan": "last1", "augment": "none"}, {"epochs": 1})
+    folder, other = tmp_path / "out", tmp_path / "other"
+    train(make_settings(photos, folder, **old))
+    cache = {name for name in read_files(folder) if name.startswith("cache/")}
+    for name in own:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    train(make_settings(photos, other, **new))
+    train(make_settings(photos, folder, overwrite=True, **new))
+    assert len(cache) == 4
+    assert read_files(folder).keys() == {*read_files(other), *own, *cache}
+    assert (folder / "tensorboard").exists() == bool(own)
 
 
 def test_a_run_that_cannot_start_replaces_none(stopped, monkeypatch):
@@ -264,40 +309,6 @@ def test_settings_of_an_older_version(stopped):
 
 
 # The command line, in processes of its own
-
-
-class Process:
-    """A real `gradfilter train` that waits in the middle of a step."""
-
-    def __init__(self, folder: Path, command: list[str], inputs: int) -> None:
-        self.gate = folder / "gate"
-        self.gate.write_text(str(inputs))
-        environment = {**make_environment(), "TRAIN_GATE": str(self.gate)}
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # Tests that run in the background of a shell have Ctrl-C ignored, and their children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        self.wait_for("reached")
-
-    def wait_for(self, what: str) -> None:
-        while not self.gate.with_name(f"gate.{what}").exists():
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.killpg(self.process.pid, number)  # as a terminal does: the workers get it too
-
-    def finish(self) -> tuple[int, str]:
-        for path in self.gate.parent.glob("gate*"):
-            path.unlink()
-        _, errors = self.process.communicate()
-        return self.process.returncode, errors
 
 
 def find_command(errors: str) -> list[str]:

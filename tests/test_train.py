@@ -5,7 +5,9 @@ import dataclasses
 import io
 import json
 import math
+import multiprocessing
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from gradfilter.cli import main
 from gradfilter.cli.screen import Bar, Lines, format_time, make_screen
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.data import load_data, make_transforms
-from gradfilter.errors import SettingsError
+from gradfilter.errors import DataError, SettingsError
 from gradfilter.models import find_info, make_model
 from gradfilter.report import Epoch, Results
 from gradfilter.train import Settings, train
@@ -30,19 +32,8 @@ from gradfilter.train.checkpoint import load_checkpoint
 from gradfilter.train.feed import Feed
 from gradfilter.train.job import WEIGHTS, draw_evenly
 from gradfilter.train.run import DivergedError, find_rate
-from gradfilter.train.watch import Step, Watch
-from train_runs import CLASSES, assert_same_run, find_history, make_photos, make_settings, skip_report
-
-
-@pytest.fixture
-def photos(tmp_path):
-    return make_photos(tmp_path / "photos")
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    skip_report(monkeypatch)
-
+from gradfilter.train.watch import Step, Watch, Work
+from train_runs import CLASSES, assert_same_run, find_history, make_settings
 
 # The loop
 
@@ -199,6 +190,31 @@ def test_views_come_in_turn_and_from_any_batch(photos):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on a machine with one core
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_is_damaged_meanwhile_is_one_line_of_error(photos, tmp_path, workers):
+    settings = make_settings(photos, tmp_path / "out", workers=workers)
+
+    class Damage(Watch):
+        def tell(self, text: str) -> None:
+            for path in photos.rglob("*.png") if "parameters trained" in text else ():  # just before the first step
+                path.write_bytes(b"no image")
+
+    with pytest.raises(DataError) as caught:
+        train(settings, Damage())
+    assert re.fullmatch(r"/\S+\.png: not an image, or damaged .*\. Put the file right, or remove it, .*", str(caught.value))
+
+
+def test_a_worker_that_dies_is_one_line_of_error(photos, tmp_path):
+    class Kill(Watch):
+        def step(self, step: Step) -> None:
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+
+    with pytest.raises(DataError, match=r"^a process that loads images has died \(.*\)\. .* fewer --workers, .*\.$"):
+        train(make_settings(photos, tmp_path / "out", workers=1, batch=1), Kill())
+
+
 def test_workers_change_nothing(photos):
     batches = shuffle(18, 0, 0).split(5)
     alone, helped = (list(load(make_rows(photos), batches, workers)) for workers in (0, 2))
@@ -312,6 +328,7 @@ class Listen(Watch):
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.steps: list[Step] = []
+        self.works: list[Work] = []
         self.epochs: list[tuple[Epoch, int, bool]] = []
 
     def tell(self, text: str) -> None:
@@ -319,6 +336,9 @@ class Listen(Watch):
 
     def step(self, step: Step) -> None:
         self.steps.append(step)
+
+    def work(self, work: Work) -> None:
+        self.works.append(work)
 
     def epoch(self, epoch: Epoch, epochs: int, is_best: bool) -> None:
         self.epochs.append((epoch, epochs, is_best))
@@ -339,6 +359,7 @@ def test_a_whole_run(photos, tmp_path):
     assert [(step.epoch, step.batch) for step in listen.steps] == [
         (epoch, batch) for epoch in (1, 2, 3) for batch in range(1, 6)
     ]
+    assert [(work.what, work.done, work.total) for work in listen.works] == [("judging", done, 6) for done in (4, 6)] * 3
     assert listen.texts[0] == "18 images to train on, 3 classes of 6 each"
 
     assert (results.classes, results.train_counts, results.val_counts) == (CLASSES, (6, 6, 6), (2, 2, 2))
@@ -479,6 +500,32 @@ def test_plain_lines_elsewhere(monkeypatch):
     assert stream.getvalue() == f"epoch 1 of 3, batch 2 of 5: {', '.join(FIGURES)}\n"
     screen.epoch(dataclasses.replace(EPOCH_SEEN, val_accuracy=math.nan), 3, False)
     assert stream.getvalue().endswith("epoch 1 of 3: loss 0.500, accuracy 25.0%, 123 images/s, 9 s\n")
+
+
+def test_work_between_steps_has_a_bar_of_its_own():
+    stream = Terminal()
+    screen = Bar(stream)
+    screen.step(STEP_SEEN)
+    screen.work(Work("judging", 64, 1000, 75.0))
+    assert (screen.bar.n, screen.bar.total) == (64, 1000)
+    screen.bar.refresh()
+    screen.work(Work("judging", 1000, 1000, 0.0))
+    assert not screen.bar
+    screen.step(STEP_SEEN)
+    assert (screen.bar.n, screen.bar.total) == (2, 5)
+    screen.close()
+    assert "judging   6%|" in stream.getvalue()
+    assert "64/1000, 1:15 min left" in stream.getvalue()
+
+
+def test_work_between_steps_in_plain_lines(monkeypatch):
+    stream = io.StringIO()
+    screen = Lines(stream)
+    screen.work(Work("trunk cache", 64, 1000, 75.0))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr("gradfilter.cli.screen.QUIET", -1.0)
+    screen.work(Work("trunk cache", 64, 1000, 75.0))
+    assert stream.getvalue() == "trunk cache: 64 of 1000, 1:15 min left\n"
 
 
 def test_times_for_reading():

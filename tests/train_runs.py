@@ -1,19 +1,21 @@
 """Small runs of `gradfilter train` to test on, and what to compare of them."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
 import gradfilter
 from gradfilter.report import Epoch
-from gradfilter.train import Settings
+from gradfilter.train import Settings, lock
 from gradfilter.train.checkpoint import load_checkpoint
 
 CLASSES = ("apple", "pear", "plum")
@@ -74,8 +76,9 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Return the contents of all files below a folder, but for the lock, which is there while a run is at work."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != lock.NAME]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def make_environment() -> dict[str, str]:
@@ -89,6 +92,35 @@ def make_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "gradfilter", *arguments]
 
 
-def skip_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs end without drawing their report, where a test does not look at it."""
-    monkeypatch.setattr("gradfilter.train.run.write_report", lambda *arguments: None)
+class Process:
+    """A real `gradfilter train` that waits in the middle of a step."""
+
+    def __init__(self, folder: Path, command: list[str], inputs: int) -> None:
+        self.gate = folder / "gate"
+        self.gate.write_text(str(inputs))
+        environment = {**make_environment(), "TRAIN_GATE": str(self.gate)}
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Tests that run in the background of a shell have Ctrl-C ignored, and their children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self.wait_for("reached")
+
+    def wait_for(self, what: str) -> None:
+        while not self.gate.with_name(f"gate.{what}").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)  # as a terminal does: the workers get it too
+
+    def finish(self) -> tuple[int, str]:
+        for path in self.gate.parent.glob("gate*"):
+            path.unlink()
+        _, errors = self.process.communicate()
+        return self.process.returncode, errors

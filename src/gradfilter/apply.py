@@ -26,12 +26,13 @@ from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, regrid
 
 @dataclass
 class Applied:
-    """What `apply_` has done to a model, and what its latest forward has met: all that `describe` and `remove_` need.
+    """What `apply_` or `freeze_` has done to a model, and what its latest forward met: all that `describe` and `remove_` need.
 
     Attributes:
         plan: The plan.
         resolved: The plan spelled out.
         frozen: The parameters that it froze.
+        is_exact: Whether that is all, and the rest is trained with torch's own backward.
         log: Regions and exits.
         image: Size of the network's input.
         patches: The patch of each planned layer that ran at patch resolution.
@@ -42,6 +43,7 @@ class Applied:
     plan: Plan
     resolved: Resolved
     frozen: list[nn.Parameter]
+    is_exact: bool
     log: Log = field(default_factory=Log)
     image: Pair | None = None
     patches: dict[str, Pair] = field(default_factory=dict)
@@ -282,7 +284,7 @@ class FrozenStatistics(Hook):
 
 
 def find_applied(model: nn.Module) -> Applied | None:
-    """Return what `apply_` has done to this model, if it has."""
+    """Return what `apply_` or `freeze_` has done to this model, if one has."""
     return next((hook.applied for hook in find_hooks(model) if isinstance(hook, Frozen)), None)
 
 
@@ -299,7 +301,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: The plan does not fit the model, which is left untouched.
     """
-    applied = freeze(model, plan)
+    applied = freeze(model, plan, is_exact=False)
     WholeModel(applied).attach(model)
     for name, backward in (*applied.resolved.convs.items(), *applied.resolved.linears.items()):
         PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
@@ -317,17 +319,18 @@ def freeze_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: The plan does not fit the model, which is left untouched.
     """
-    freeze(model, plan)
+    freeze(model, plan, is_exact=True)
     return model
 
 
-def freeze(model: nn.Module, plan: Plan) -> Applied:
+def freeze(model: nn.Module, plan: Plan, is_exact: bool) -> Applied:
     """Check a plan, take an earlier one off, freeze parameters and statistics; return what was done."""
+    verb = "freeze_" if is_exact else "apply_"
     if not isinstance(model, nn.Module):
-        raise PlanError(f"apply_ got a {type(model).__name__} where it takes a model, a torch.nn.Module.")
+        raise PlanError(f"{verb} got a {type(model).__name__} where it takes a model, a torch.nn.Module.")
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"apply_ got {type(plan).__name__} where it takes a Plan, e.g. Plan.last(4) or Plan.all(Backward(patch=4))."
+            f"{verb} got {type(plan).__name__} where it takes a Plan, e.g. Plan.last(4) or Plan.all(Backward(patch=4))."
         )
     before = find_applied(model)
     check_not_nested(model, before)
@@ -337,11 +340,11 @@ def freeze(model: nn.Module, plan: Plan) -> Applied:
     trainable = [p for p in model.parameters() if p.requires_grad or p in was_frozen]
     if not trained.intersection(trainable):
         raise PlanError(
-            "the plan trains nothing: all parameters of the layers it names have requires_grad=False. apply_ freezes, it never "
-            "un-freezes: call model.requires_grad_(True), or set it on those layers, first."
+            f"the plan trains nothing: all parameters of the layers it names have requires_grad=False. {verb} freezes, it "
+            "never un-freezes: call model.requires_grad_(True), or set it on those layers, first."
         )
     remove_(model)
-    applied = Applied(plan, resolved, [p for p in trainable if p not in trained])
+    applied = Applied(plan, resolved, [p for p in trainable if p not in trained], is_exact)
     for parameter in applied.frozen:
         parameter.requires_grad_(False)
     Frozen(applied).attach(model)

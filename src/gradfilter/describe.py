@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 from torch import nn
 
@@ -14,32 +14,45 @@ from gradfilter.regions import Log
 def describe(model: nn.Module) -> str:
     """Return the plan in force as a table: layer, backward, patch, trained parameters; then each region and its exits.
 
-    Patch sizes, regions and exits are those of the latest forward pass with gradients.
+    Patch sizes, regions and exits are those of the latest forward pass with gradients. After `freeze_` there are none: then the
+    table is of the trained parameters.
     """
     applied = find_applied(model)
     if applied is None:
         return f"{type(model).__name__}: no plan applied."
-    plan = applied.plan
+    rest = f"rest {applied.plan.rest}, batch norm {applied.plan.batch_norm}"
+    trained = find_trained(model, applied)
+    if applied.is_exact:
+        title = f"{type(model).__name__}: {count(trained, 'layer')} trained exactly, {rest}"
+        return "\n".join([title, *make_lines([("layer", "trained"), *trained.items()])])
     layers = {**applied.resolved.convs, **applied.resolved.linears}
     # A Linear layer behind the last region, the classifier say, is trained exactly.
     planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
     coarse = [name for name in planned if name in applied.patches or not applied.patches]
-    title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, rest {plan.rest}, "
     rows = [("layer", "backward", "patch", "trained")]
     for name in planned:
-        own = model.get_submodule(name).named_parameters(recurse=False)
-        trained = " ".join(key for key, p in own if p.requires_grad) or "-"
-        rows.append((name or "(model)", str(layers[name]), describe_patch(layers[name], name, applied), trained))
+        shown = name or "(model)"
+        rows.append((shown, str(layers[name]), describe_patch(layers[name], name, applied), trained.pop(shown, "-")))
+    rows += [(name, "-", "-", names) for name, names in trained.items()]
+    title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, {rest}"
+    return "\n".join([title, *make_lines(rows), *describe_regions(applied.log)])
+
+
+def find_trained(model: nn.Module, applied: Applied) -> dict[str, str]:
+    """Return the names of each module's own trained parameters, where it has any."""
+    found = {}
     for name, module in model.named_modules():
-        if name in applied.resolved.trained and name not in planned:
-            trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
-            if trained:
-                rows.append((name or "(model)", "-", "-", trained))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        trained = " ".join(key for key, p in module.named_parameters(recurse=False) if p.requires_grad)
+        if trained and name in applied.resolved.trained:
+            found[name or "(model)"] = trained
+    return found
+
+
+def make_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table, the first row its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.insert(0, f"{title}batch norm {plan.batch_norm}")
-    return "\n".join([*lines, *describe_regions(applied.log)])
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def count(items: Sized, noun: str) -> str:

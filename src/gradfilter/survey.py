@@ -23,7 +23,7 @@ from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
 from gradfilter.fidelity import Batch, Loss, find_gradients, group
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
-from gradfilter.outputs import sum_outputs
+from gradfilter.outputs import explain_failure, sum_outputs
 from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
@@ -82,8 +82,9 @@ class Survey:
         return found / np.sqrt(np.maximum(squares * self.total, 1e-300))
 
     def make_plan(self, choices: Sequence[int], **options: Any) -> Plan:
-        """Return the plan of choices: a family for each layer, −1 for not trained."""
-        return Plan({name: self.families[c] for name, c in zip(self.layers, choices, strict=True) if c >= 0}, **options)
+        """Return the plan of choices: a family for each layer, −1 for not trained; what has no gradient is left out."""
+        chosen = zip(self.layers, choices, self.found[:, -1] > 0, strict=True)
+        return Plan({name: self.families[choice] for name, choice, trains in chosen if choice >= 0 and trains}, **options)
 
 
 def survey(
@@ -107,7 +108,8 @@ def survey(
     twin = remove_(copy.deepcopy(model)).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
-        layers = find_order(twin, inputs)
+        with explain_failure(inputs[0], "already without a plan"):
+            layers = find_order(twin, inputs)
         families = find_families(twin, inputs)
         result = measure_gains(twin, layers, families, batches, loss, options)
         for resource in resources:
@@ -142,10 +144,11 @@ def find_families(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Backwar
     for handle in handles:
         handle.remove()
     image = (inputs[0].shape[-2], inputs[0].shape[-1])
+    exact = Backward(patch=1)
     families: dict[tuple[Pair, ...], Backward] = {}
-    for family in (Backward(patch=1), *(Backward(grid=n) for n in reversed(GRIDS))):
+    for family in (exact, *(Backward(grid=n) for n in GRIDS)):
         families.setdefault(tuple(family.make_tiling(image).patch_for(size) for size in sorted(sizes)), family)
-    return tuple(reversed(families.values()))
+    return (*(family for family in families.values() if family is not exact), exact)
 
 
 def measure_gains(

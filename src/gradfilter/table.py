@@ -34,12 +34,15 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return the table as Markdown that reads well as plain text."""
-        cells = [
+        lines = [f"# {self.title}", "", *align(list(self.columns), self.to_cells())]
+        return "\n".join([*lines, *(f"\n{remark}" for remark in self.remarks), ""])
+
+    def to_cells(self) -> list[list[str]]:
+        """Return the rows as text."""
+        return [
             [NOTHING if is_nothing(value) else show(value) for show, value in zip(self.columns.values(), row, strict=True)]
             for row in self.rows
         ]
-        lines = [f"# {self.title}", "", *align(list(self.columns), cells)]
-        return "\n".join([*lines, *(f"\n{remark}" for remark in self.remarks), ""])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, one mapping per row."""

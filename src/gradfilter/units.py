@@ -43,4 +43,8 @@ def show_amount(kind: str, amount: float) -> str:
     steps = {"memory": ("B", "kB", "MB", "GB"), "flops": ("", "k", "M", "G", "T"), "time": ("µs", "ms", "s")}[kind]
     number = amount * 1e6 if kind == "time" else amount
     place = min(len(steps) - 1, int(math.log10(number) // 3)) if number >= 1 else 0
-    return f"{number / 1000**place:.3g} {steps[place]}".strip()
+    value = number / 1000**place
+    if value >= 999.5 and place < len(steps) - 1:  # which three digits would write as 1000
+        value, place = value / 1000, place + 1
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {steps[place]}".strip()

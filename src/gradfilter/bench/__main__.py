@@ -6,9 +6,31 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, planner, step
 from gradfilter.errors import GradFilterError
+
+HELP = {
+    "data": "a folder of images, a folder per class; for accuracy with train and test",
+    "label": "what to call them in the report",
+    "model": "any name that gradfilter.models.make_model takes",
+    "weights": "a weight file, 'pretrained' or 'random'",
+    "plan": "all, head, last2, last4, …",
+    "images": "train on so many images",
+}
+"""What several benchmarks take."""
+
+
+def add(commands: Any, name: str, data: bool = False, **defaults: str | int | None) -> argparse.ArgumentParser:
+    """Add a benchmark with those of the common arguments that it takes; without a default of text they are whole numbers."""
+    sub = commands.add_parser(name)
+    if data:
+        sub.add_argument("--data", type=Path, required=True, help=HELP["data"])
+        sub.add_argument("--label", default="photographs", help=HELP["label"])
+    for key, default in defaults.items():
+        sub.add_argument(f"--{key}", type=str if isinstance(default, str) else int, default=default, help=HELP.get(key))
+    return sub
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,52 +39,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="also write Markdown and JSON there")
     commands = parser.add_subparsers(dest="command")
     for name, rounds in (("memory", 3), ("step", 7)):
-        sub = commands.add_parser(name)
-        sub.add_argument("--model", default="mobilenet_v2", help="any name that gradfilter.models.make_model takes")
-        sub.add_argument("--batch", type=int, default=32)
-        sub.add_argument("--pixels", type=int, default=224)
-        sub.add_argument("--rounds", type=int, default=rounds)
-        sub.add_argument("--threads", type=int, default=1)
-    for name in ("fidelity", "approximation"):
-        sub = commands.add_parser(name)
-        sub.add_argument("--data", type=Path, required=True, help="a folder of photographs, a folder per class")
-        sub.add_argument("--label", default="photographs", help="what to call them in the report")
-        sub.add_argument("--batch", type=int, default=32)
-        sub.add_argument("--pixels", type=int, default=224)
-        if name == "fidelity":
-            sub.add_argument("--batches", type=int, default=4)
-            sub.add_argument("--blocks", type=int, default=9)
-    sub = commands.add_parser("coverage")
+        add(commands, name, model="mobilenet_v2", batch=32, pixels=224, rounds=rounds, threads=1)
+    sub = add(commands, "fidelity", data=True, batch=32, pixels=224)
+    sub.add_argument("--batches", type=int, default=4)
+    sub.add_argument("--blocks", type=int, default=9)
+    sub = add(commands, "planner", data=True, model="efficientnet-lite0", weights="pretrained", batch=8, pixels=224)
+    sub.add_argument("--batches", type=int, default=3)
+    add(commands, "approximation", data=True, batch=32, pixels=224)
+    sub = add(commands, "coverage", pixels=96)
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
-    sub.add_argument("--pixels", type=int, default=96)
     commands.add_parser("paper", help="the gradient-filtering paper's FLOPs and memory columns, regenerated")
-    sub = commands.add_parser("accuracy")
-    sub.add_argument("--data", type=Path, required=True, help="a folder of images, with train and test, a folder per class")
-    sub.add_argument("--label", default="photographs", help="what to call them in the report")
-    sub.add_argument("--model", default="mcunet-in3")
-    sub.add_argument("--weights", default="pretrained", help="a weight file, or 'pretrained'")
-    sub.add_argument("--plan", default="last4", help="all, last2, last4, …")
-    sub.add_argument("--images", type=int, help="train on so many images (default: all)")
+    trained = {"data": True, "model": "mcunet-in3", "weights": "pretrained", "plan": "last4"}
+    sub = add(commands, "accuracy", **trained, images=None, batch=64)
     sub.add_argument("--epochs", type=int, default=3)
     sub.add_argument("--lr", type=float, default=0.02)
     sub.add_argument("--head-lr", type=float, default=0.02, help="learning rate where the classifier alone is trained")
-    sub.add_argument("--batch", type=int, default=64)
     sub.add_argument("--cache", choices=("off", "memory", "disk"), default="off", help="trunk cache, shared by all runs")
     sub.add_argument("--seeds", type=int, default=3)
     sub.add_argument("--calibrate", action="store_true", help="start all methods from the classifier that was trained alone")
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
-    sub = commands.add_parser("cache")
-    sub.add_argument("--data", type=Path, required=True, help="a folder of images, a folder per class")
-    sub.add_argument("--label", default="photographs", help="what to call them in the report")
-    sub.add_argument("--model", default="mcunet-in3")
-    sub.add_argument("--weights", default="pretrained", help="a weight file, 'pretrained' or 'random'")
-    sub.add_argument("--plan", default="last4", help="head, last2, last4, …")
-    sub.add_argument("--pixels", type=int, default=176)
-    sub.add_argument("--images", type=int, default=512)
-    sub.add_argument("--batch", type=int, default=32)
-    sub.add_argument("--rounds", type=int, default=3)
-    sub.add_argument("--threads", type=int, default=1)
+    add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
@@ -78,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
         elif args.command == "approximation":
             reports = [approximation.measure(args.data, args.label, args.batch, args.pixels)]
+        elif args.command == "planner":
+            figures = args.batch, args.batches, args.pixels
+            reports = [planner.measure(args.data, args.label, args.model, args.weights, *figures)]
         elif args.command == "coverage":
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,10 @@ from typing import Any
 from gradfilter.bench.report import Report
 from gradfilter.data import load_data
 from gradfilter.report import Results
+from gradfilter.report.outcomes import find_outcomes, make_table
 from gradfilter.train import Settings, train
 from gradfilter.train.cache import Place
+from gradfilter.train.compare import find_results
 
 HEAD, EXACT = "head only", "exact"
 METHODS: dict[str, dict[str, Any]] = {
@@ -97,36 +96,18 @@ def make_settings(
     )
 
 
-def find_results(settings: Settings) -> Results | None:
-    """Return the results of a run that is done, where it had these settings."""
-    file = settings.folder / "results.json"
-    if not file.exists():
-        return None
-    results = Results.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    filled_in = dict.fromkeys(("resolution", "mean", "std"))
-    return None if settings.find_changes({**results.settings, **filled_in}) else results
-
-
 def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Results]], tested: int) -> Report:
     """Return the table of all runs of one depth."""
     first = results[EXACT][0]
     what = f"the last {depth.plan.removeprefix('last')} convolutions and the classifier"
-    report = Report(
-        f"accuracy-{label}-{model}-{depth.plan}",
+    title = (
         f"Accuracy: {model}, ImageNet weights, {label}, {'all layers' if depth.plan == 'all' else what} trained, "
-        f"{first.settings['resolution']} px",
-        make_command(label, model, depth, len(results[EXACT])),
-        ("method", "accuracy, %", "95 % interval", "less exact, paired", "± s.e.", "MB held", "times fewer", "step / exact"),
+        f"{first.settings['resolution']} px"
     )
-    exact = accuracies(results[EXACT])
-    for method, runs in results.items():
-        values = accuracies(runs)
-        mean, differences = statistics.mean(values), [a - b for a, b in zip(values, exact, strict=True)]
-        low, high = find_interval(mean / 100, tested * len(values))
-        error = statistics.stdev(differences) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        paired = ("–", "–") if method == EXACT else (f"{statistics.mean(differences):+.2f}", f"{error:.2f}")
-        report.rows.append((method, f"{mean:.2f}", f"{100 * low:.2f}–{100 * high:.2f}", *paired, *describe_cost(runs, results)))
-    report.remarks = describe_runs(depth, first, len(exact), tested)
+    table = make_table(title, find_outcomes(results, EXACT), EXACT)
+    command = make_command(label, model, depth, len(results[EXACT]))
+    report = Report(f"accuracy-{label}-{model}-{depth.plan}", title, command, list(table.columns), list(table.to_cells()))
+    report.remarks = describe_runs(depth, first, len(results[EXACT]), tested)
     return report
 
 
@@ -150,32 +131,6 @@ def describe_runs(depth: Depth, first: Results, seeds: int, tested: int) -> list
         f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. The standard error is "
         "that of the difference to exact, paired by seed.",
         f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, frozen "
-        "layers included, median of alternating rounds in one process.",
+        "layers included, median of alternating rounds in one process; that of the classifier alone is compared "
+        "by way of inference.",
     ]
-
-
-def accuracies(runs: list[Results]) -> list[float]:
-    """Return the accuracy after the last epoch, in percent, run by run."""
-    return [100 * run.history[-1].val_accuracy for run in runs]
-
-
-def describe_cost(runs: list[Results], results: dict[str, list[Results]]) -> tuple[str, str, str]:
-    """Return what a method's run has measured: bytes, their ratio to exact, time."""
-    if runs is results[EXACT]:
-        cost = results["lift, patch 2"][0].cost
-        return (f"{cost.exact_saved_bytes / 1e6:.2f}" if cost else "–", "1.0", "1.00")
-    cost, twin = runs[0].cost, results["lift, patch 2"][0].cost
-    if cost is None or twin is None:
-        return ("–", "–", "–")
-    return (
-        f"{cost.saved_bytes / 1e6:.2f}",
-        f"{twin.exact_saved_bytes / cost.saved_bytes:.1f}",
-        f"{cost.step_seconds / twin.exact_step_seconds if runs is results[HEAD] else cost.step_ratio:.2f}",
-    )
-
-
-def find_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of `count` images."""
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return centre - half, centre + half

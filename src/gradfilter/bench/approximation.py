@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradfilter.bench.fidelity import MODEL, find_images, load_image
 from gradfilter.bench.report import Report
-from gradfilter.models import make_model
+from gradfilter.models import find_models, make_model
 from gradfilter.patches import Pair, Tiling, make_areas, map_size, pool_sum, unpool
 from gradfilter.regions import Choices
 from gradfilter.tensor import PatchTensor, enter
@@ -37,7 +37,7 @@ def measure(data: Path, label: str, batch: int, pixels: int) -> Report:
     )
     files = find_images(data)
     chosen = [files[i] for i in np.random.default_rng(0).permutation(len(files))[:batch]]
-    maps = find_maps(torch.stack([load_image(file, pixels) for file in chosen]))
+    maps = find_maps(torch.stack([load_image(file, pixels, find_models()[MODEL]) for file in chosen]))
     for name, function in FUNCTIONS.items():
         for x, gy in maps:
             pairs = [compare(function, x, gy, (patch, patch)) for patch in PATCHES]

@@ -68,7 +68,7 @@ def fill(job: Job, place: Place, work: Path) -> float:
     """Fill the cache of the images to train on; return the seconds."""
     start = time.perf_counter()
     if place != "off":
-        job.train.keep(place, work / "cache", job.watch.tell)
+        job.train.keep(place, work / "cache", job.watch)
     return time.perf_counter() - start
 
 

@@ -15,7 +15,7 @@ from gradfilter.bench.setup import parse_backward
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.errors import GradFilterError
 from gradfilter.fidelity import compare, find_gradients
-from gradfilter.models import find_models, make_model
+from gradfilter.models import ModelInfo, find_models, make_model
 from gradfilter.plan import Backward, Plan
 
 MODEL = "efficientnet-lite0"
@@ -41,7 +41,7 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
     results: dict[str, list[tuple[float, float, float, float]]] = {method: [] for method in METHODS}
     for _ in range(batches):
         chosen = [files[i] for i in generator.permutation(len(files))[:batch]]
-        images = torch.stack([load_image(file, pixels) for file in chosen])
+        images = torch.stack([load_image(file, pixels, find_models()[MODEL]) for file in chosen])
         labels = torch.tensor([classes.index(find_class(file)) for file in chosen])
         model = make_model(MODEL, weights="pretrained", classes=len(classes), generator=torch.Generator().manual_seed(0))
         exact = find_gradients(freeze_(model, make_plan(model, blocks, Backward())), (images, labels))
@@ -76,11 +76,10 @@ def find_class(file: Path) -> str:
     return file.parent.name if file.parent.name != "images" else file.stem.rpartition("_")[0]
 
 
-def load_image(file: Path, pixels: int) -> Tensor:
+def load_image(file: Path, pixels: int, info: ModelInfo) -> Tensor:
     """Return an image [3, pixels, pixels], normalised as the model expects."""
     from PIL import Image
 
-    info = find_models()[MODEL]
     image = np.asarray(Image.open(file).convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR), dtype=np.float32)
     normal = (image / 255 - np.array(info.mean, np.float32)) / np.array(info.std, np.float32)
     return torch.from_numpy(normal).permute(2, 0, 1).contiguous()

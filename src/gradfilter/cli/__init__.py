@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 
@@ -11,6 +12,7 @@ from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 COMMANDS = {
     "train": "Fine-tune a classifier on a folder of images, with filtered gradients.",
+    "compare": "Train several plans side by side: one table, and one picture of accuracy, memory and time.",
     "eval": "Judge the classifier of a run on held-out images, or on others.",
     "predict": "Classify images, or folders of them, with the classifier of a run.",
     "models": "List models, their parameters, and where weights come from.",
@@ -18,14 +20,35 @@ COMMANDS = {
     "data": "List the data sets that 'train --data' knows.",
     "check": "Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves.",
     "cost": "Tell flops, bytes and time of a training step by layer, under a plan and exactly.",
+    "plan": "Choose layers and patch sizes for the most useful gradient within a budget of memory, time or flops.",
     "fidelity": "Compare the gradients of a plan with exact backprop, layer by layer, on your images.",
 }
 """Sub-commands by name: each is the function `run` of the module of that name."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command; return 0, 1 where what it checks is not right, 2 for an error, 130 when it was interrupted."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one sub-command.
+
+    Returns:
+        0; 1 where what it checks is not right; 2 for an error; 130 when it was interrupted; 141, as of programs that die of it,
+        when nobody reads its output any more.
+    """
+    try:
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:  # None where it was closed from the start
+                sys.stdout.flush()  # not at exit, where nobody can catch what comes of it
+    except BrokenPipeError:  # the reader, head or less, has seen enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        return 141
+
+
+def run(arguments: list[str]) -> int:
+    """Run one sub-command; errors that a user can mend become one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(make_help())
         return 0 if arguments else 2
@@ -40,9 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output, head or less, has seen enough
-        sys.stderr.close()
-        return 0
 
 
 def make_help() -> str:

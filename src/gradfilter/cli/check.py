@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,10 @@ from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
-from gradfilter.errors import ExitWarning, InputError, PlanError
-from gradfilter.models import make_model
+from gradfilter.errors import ExitWarning, InputError
+from gradfilter.models import find_info, make_model
 from gradfilter.outputs import explain_failure, find_outputs
-from gradfilter.plan import Backward, Plan
+from gradfilter.plan import Plan
 
 MODEL_HELP = (
     "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
@@ -33,29 +32,31 @@ def make_parser() -> argparse.ArgumentParser:
     """Say what `gradfilter check` takes."""
     parser = argparse.ArgumentParser(prog="gradfilter check", description=run.__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan in YAML, instead of the options below")
     parser.add_argument(
-        "--last", type=int, metavar="N", help="train the last N convolutions and the classifier; all by default"
+        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--patch", type=int, metavar="N", help="side of a patch, in pixels of each layer's own map")
-    size.add_argument("--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4)")
+    size.add_argument(
+        "--patch", type=int, metavar="N", help="side of a patch in pixels of each layer's map; overrides the plan's"
+    )
+    size.add_argument(
+        "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="side of the grid of tokens: filters Linear layers on tokens")
     parser.add_argument("--verify", action="store_true", help="also compare all gradients with torch's own: float64, patch 1")
-    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift)")
-    parser.add_argument("--pixels", type=int, default=224, metavar="N", help="side of the random images (default: 224)")
+    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
+    parser.add_argument("--resolution", type=int, metavar="N", help="side of the random images (default: the model's own)")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="number of random images (default: 2)")
     return parser
 
 
 def check(args: argparse.Namespace) -> int:
     """Do as the options say."""
-    plan = make_plan(args)
-    if args.pixels < 1 or args.batch < 1:
-        raise InputError(
-            f"--pixels {args.pixels} --batch {args.batch} is no batch of images. Give whole numbers of at least 1."
-        )
-    images = torch.randn(args.batch, 3, args.pixels, args.pixels, generator=torch.Generator().manual_seed(0))
+    plan = Plan.parse(args.plan).override(patch=args.patch, grid=args.grid, kernel=args.kernel, tokens=args.tokens)
+    side = find_info(args.model).resolution if args.resolution is None else args.resolution
+    if side < 1 or args.batch < 1:
+        raise InputError(f"--resolution {side} --batch {args.batch} is no batch of images. Give whole numbers of at least 1.")
+    images = torch.randn(args.batch, 3, side, side, generator=torch.Generator().manual_seed(0))
     model = make_model(args.model).train()
     exact_bytes, exact_gradients = run_exactly(model, plan, images)
     applied = get_applied(apply_(model, plan))
@@ -68,7 +69,7 @@ def check(args: argparse.Namespace) -> int:
     times = f"{exact_bytes / saved_bytes:.1f}x fewer" if saved_bytes else "nothing held"
     print(
         f"saved bytes: {exact_bytes / 1e6:.2f} MB by exact backprop of the same layers, {saved_bytes / 1e6:.2f} MB under this "
-        f"plan ({times}), batch {args.batch} at {args.pixels} px"
+        f"plan ({times}), batch {args.batch} at {side} px"
     )
     print(f"unexpected exits: {len(exits) or 'none'}")
     code = report_gradients(model, gradients, exact_gradients)
@@ -98,18 +99,6 @@ def report_gradients(model: nn.Module, gradients: set[str], exact: set[str]) -> 
     return 1 if lost else 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan that the options describe."""
-    if args.plan is not None:
-        if any(option is not None for option in (args.last, args.patch, args.grid, args.kernel, args.tokens)):
-            raise PlanError(
-                "--plan was given together with --last, --patch, --grid, --kernel or --tokens. The file says it all: drop them."
-            )
-        return Plan.load(args.plan)
-    backward = Backward(patch=args.patch, grid=args.grid, kernel=args.kernel or "lift", tokens=args.tokens)
-    return Plan.all(backward) if args.last is None else Plan.last(args.last, backward)
-
-
 def get_applied(model: nn.Module) -> Applied:
     """Return what a model under a plan has on record."""
     applied = find_applied(model)
@@ -121,7 +110,7 @@ def run_exactly(model: nn.Module, plan: Plan, images: Tensor) -> tuple[int, set[
     """Run a step by exact backprop that trains what the plan trains; return saved bytes and gradients, leave no trace."""
     freeze_(model, plan)
     try:
-        with explain_failure(images, "already without a plan. Does it take such images? See --pixels and --batch"):
+        with explain_failure(images, "already without a plan. Does it take such images? See --resolution and --batch"):
             saved, outputs = run_forward(model, images)
             return saved, run_backward(model, outputs)
     finally:

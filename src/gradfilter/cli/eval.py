@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+from gradfilter.cli.screen import make_screen
 from gradfilter.errors import SettingsError
 from gradfilter.table import align
 from gradfilter.train.use import Classifier, find_judged_images
@@ -25,7 +27,7 @@ def run(argv: list[str]) -> int:
         raise SettingsError(f"--batch {args.batch} --workers {args.workers} cannot be: give at least 1 and 0.")
     classifier = Classifier.load(args.run)
     images = find_judged_images(classifier, args.data, args.part)
-    judged = classifier.judge(images, args.batch, args.workers)
+    judged = classifier.judge(images, args.batch, args.workers, make_screen(sys.stderr))
     if args.json:
         result = {"data": images.name, "images": len(images), "accuracy": judged.accuracy, "loss": judged.loss}
         print(json.dumps({**result, "classes": classifier.classes, "confusion": judged.confusion}))

@@ -6,7 +6,6 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from gradfilter.files import replace_file
 from gradfilter.models.extras import import_extra
 from gradfilter.outputs import find_logits
 from gradfilter.report.fidelity import make_fidelity_picture
-from gradfilter.train.batches import load, shuffle
-from gradfilter.train.feed import Feed
 from gradfilter.train.job import choose_images, fill_in, make_fabric, make_feeds, make_trained_model
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
@@ -83,13 +80,7 @@ def measure(settings: Settings, batches: int, watch: Watch) -> Fidelity:
         return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
 
     with fabric.autocast():
-        return fidelity(model, find_batches(feed, settings.seed, batches), loss)
-
-
-def find_batches(feed: Feed, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give the first batches of the first epoch: images and labels."""
-    for rows, images in load(feed.rows, shuffle(len(feed.images), seed, 0).split(feed.batch)[:count], feed.workers):
-        yield images.to(feed.device), feed.labels[rows % len(feed.images)].to(feed.device)
+        return fidelity(model, feed.first(batches), loss)
 
 
 def save(found: Fidelity, settings: Settings, folder: Path) -> None:

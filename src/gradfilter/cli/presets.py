@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from gradfilter.errors import SettingsError
+from gradfilter.models.network import find_entry
 from gradfilter.table import align
-from gradfilter.train.presets import find_presets
+from gradfilter.train.presets import Preset, find_presets
 
 
 def run(argv: list[str]) -> int:
@@ -18,6 +20,16 @@ def run(argv: list[str]) -> int:
     found = [preset for name, preset in find_presets().items() if fnmatchcase(name, args.pattern)]
     if not found:
         raise SettingsError(f"no preset matches {args.pattern!r}. 'gradfilter presets' lists them all.")
-    rows = [(p.name, *((f"{p.published.accuracy:.1f} %", p.published.paper) if p.published else ("–", "–"))) for p in found]
-    print("\n".join(align(("preset", "published accuracy", "paper"), rows)))
+    nothing = ("–", "–")
+    published = [(f"{p.published.accuracy:.1f} %", p.published.paper) if p.published else nothing for p in found]
+    rows = [(p.name, describe_weights(p), *result) for p, result in zip(found, published, strict=True)]
+    print("\n".join(align(("preset", "weights", "published accuracy", "paper"), rows)))
     return 0
+
+
+def describe_weights(preset: Preset) -> str:
+    """Return where a recipe's weights come from: where no package or hub carries them, the user has to give a file."""
+    weights = str(preset.settings["weights"])
+    if weights == "pretrained" and not find_entry(preset.settings["model"]).is_carried:
+        return "give --weights FILE"
+    return weights if weights in ("pretrained", "random") else f"of {Path(weights).parent.name}"

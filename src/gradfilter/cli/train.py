@@ -11,6 +11,8 @@ import sys
 import typing
 import warnings
 from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from gradfilter.errors import SettingsError
 from gradfilter.models.extras import import_extra
 from gradfilter.report import Results
 from gradfilter.train import InterruptedRunError, Settings, train
+from gradfilter.train.folder import CONFIG
 from gradfilter.train.presets import get_preset
-from gradfilter.train.run import CONFIG
 
-FLAGS = {field.name for field in dataclasses.fields(Settings)}
+FLAGS = {setting.name for setting in dataclasses.fields(Settings)}
 NO_PATCHES = {"--patch": "null", "--grid": "null", "--exact": "false"}
 """What else sets the resolution of the gradient: where a flag gives one, a preset or a file gives none."""
 
@@ -51,48 +53,91 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command that takes all settings as flags, and perhaps some flags of its own.
+
+    Attributes:
+        name: Of the command.
+        description: What it does.
+        usage: What comes behind its name.
+        find_folder: From settings to the folder of what it makes.
+        stored: The file there that a resumed one takes its settings from.
+        own: Its own flags, by name: the arguments of `add_argument`.
+    """
+
+    name: str
+    description: str
+    usage: str
+    find_folder: Callable[[Settings], Path]
+    stored: str
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> set[str]:
+        """Return the names of all flags."""
+        return FLAGS | self.own.keys()
+
+
+TRAIN = Command(
+    "train",
+    "Fine-tune a classifier on a folder of images, with filtered gradients.",
+    "[--config FILE] [--preset NAME] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
+    lambda settings: settings.folder,
+    CONFIG,
+)
+
+
 def parse(argv: list[str]) -> Settings:
     """Return the settings: what the flags say, then the YAML file, then the preset, then the defaults."""
-    argv = tidy(argv)
+    return Settings.from_dict(parse_values(tidy(argv), TRAIN))
+
+
+def parse_values(argv: list[str], command: Command) -> dict[str, Any]:
+    """Return the values of all flags of a command."""
     plain = [argument for argument in argv if not argument.startswith("--print_config")]
-    values = parse_with(plain, {})
+    values = parse_with(plain, {}, command)
     if values["resume"] and not any(argument.startswith("--config") for argument in argv):
-        stored = find_folder(over_preset(plain, values)) / CONFIG
+        stored = find_folder(over_preset(plain, values, command), command) / command.stored
         if stored.exists():
             argv, plain = [f"--config={stored}", *argv], [f"--config={stored}", *plain]
-            values = parse_with(plain, {})
-    return Settings.from_dict(over_preset(argv, values))
+            values = parse_with(plain, {}, command)
+    return over_preset(argv, values, command)
 
 
-def over_preset(argv: list[str], values: dict[str, Any]) -> dict[str, Any]:
+def over_preset(argv: list[str], values: dict[str, Any], command: Command) -> dict[str, Any]:
     """Parse the flags over the defaults of the preset that they, or the YAML file, name."""
-    return parse_with(argv, get_preset(values["preset"]) if values["preset"] else {})
+    return parse_with(argv, get_preset(values["preset"]) if values["preset"] else {}, command)
 
 
-def find_folder(values: dict[str, Any]) -> Path:
+def find_folder(values: dict[str, Any], command: Command) -> Path:
     """Return the folder of a run of which not all settings are known yet."""
-    return Settings(**{name: values[name] for name in "out data model plan patch grid kernel exact".split()}).folder
+    return command.find_folder(
+        Settings(**{name: values[name] for name in "out data model plan patch grid kernel exact".split()})
+    )
 
 
-def parse_with(argv: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
+def parse_with(argv: list[str], defaults: dict[str, Any], command: Command) -> dict[str, Any]:
     """Parse the flags over other defaults."""
-    jsonargparse = import_extra("jsonargparse", "gradfilter train")
+    jsonargparse = import_extra("jsonargparse", f"gradfilter {command.name}")
     parser = jsonargparse.ArgumentParser(
-        prog="gradfilter train",
-        description="Fine-tune a classifier on a folder of images, with filtered gradients.",
-        usage="gradfilter train [--config FILE] [--preset NAME] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
+        prog=f"gradfilter {command.name}",
+        description=command.description,
+        usage=f"gradfilter {command.name} {command.usage}",
         exit_on_error=False,
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file of settings, as a run writes it; flags override it.")
+    for name, options in command.own.items():
+        parser.add_argument(f"--{name}", **options)
     parser.add_class_arguments(Settings, None)
     if defaults:
         parser.set_defaults(defaults)
     try:
         values = parser.parse_args(argv).as_dict()
     except jsonargparse.ArgumentError as error:
-        raise SettingsError(explain(str(error))) from error
-    return {name: value for name, value in values.items() if name in FLAGS}
+        raise SettingsError(explain(str(error), command)) from error
+    return {name: value for name, value in values.items() if name in command.flags}
 
 
 def tidy(argv: list[str]) -> list[str]:
@@ -121,18 +166,18 @@ def tidy(argv: list[str]) -> list[str]:
     return configs + tidied
 
 
-def explain(text: str) -> str:
+def explain(text: str, command: Command) -> str:
     """Return a parser's error as one of ours: which flag, what is wrong, what would be right."""
     text = " ".join(text.split())
     unknown = re.search(r"(?:unrecognized arguments: |Key \"?|Option ')(?:--)?(\w+)", text)
-    if unknown and unknown[1] not in FLAGS:
-        near = difflib.get_close_matches(unknown[1], FLAGS, 1, 0.6)
+    if unknown and unknown[1] not in command.flags:
+        near = difflib.get_close_matches(unknown[1], command.flags, 1, 0.6)
         hint = f"Did you mean --{near[0]}? " if near else ""
-        return f"there is no setting {unknown[1]!r}. {hint}'gradfilter train --help' lists them all."
+        return f"there is no setting {unknown[1]!r}. {hint}'gradfilter {command.name} --help' lists them all."
     text = re.sub(r'^Parser key "(\w+)":', r"--\1:", text)
     text = re.sub(r"Does not validate .*?Errors: - (.*?) - .*Given value: ", r"\1. Got value: ", text)
     text = re.sub(r"Expected a typing.Literal\[(.*?)\]", r"Expected one of \1", text)
-    return re.sub(r"<class '(\w+)'>", r"\1", text) + ". 'gradfilter train --help' tells what each setting takes."
+    return re.sub(r"<class '(\w+)'>", r"\1", text) + f". 'gradfilter {command.name} --help' tells what each setting takes."
 
 
 def describe_resume(settings: Settings) -> str:

@@ -51,10 +51,6 @@ class Partition:
         whole = tuple(sum(column) for column in zip(*self.counts, strict=True))
         return tuple(_divergence(part, whole) for part in self.counts)
 
-    def kl_between(self) -> tuple[tuple[float, ...], ...]:
-        """Measure how far the classes of each part are from those of each other; infinite where one is missing there."""
-        return tuple(tuple(_divergence(part, other) for other in self.counts) for part in self.counts)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the partition to a JSON file: whole, or not at all."""
         try:
@@ -109,13 +105,10 @@ def _count(images: ImageSet, parts: Sequence[Sequence[int]]) -> tuple[Counts, ..
     return tuple(images.select(part).counts() for part in parts)
 
 
-def _divergence(counts: Counts, other: Counts) -> float:
-    total, other_total = sum(counts), sum(other)
-    terms = [
-        (mine / total) * math.log((mine / total) / (theirs / other_total)) if theirs else math.inf
-        for mine, theirs in zip(counts, other, strict=True)
-        if mine
-    ]
+def _divergence(counts: Counts, whole: Counts) -> float:
+    total, whole_total = sum(counts), sum(whole)
+    pairs = [(mine / total, count / whole_total) for mine, count in zip(counts, whole, strict=True) if mine]
+    terms = [p * math.log(p / q) for p, q in pairs]
     return max(0.0, math.fsum(terms))  # rounding can leave a hair below
 
 

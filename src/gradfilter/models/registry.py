@@ -79,6 +79,11 @@ class Entry:
     download: Callable[[], nn.Module] | None = None
     on_meta: bool = True
 
+    @property
+    def is_carried(self) -> bool:
+        """Tell whether a package or a hub carries weights, for weights="pretrained"."""
+        return self.package is not None or self.download is not None
+
 
 _entries: dict[str, Entry] = {}
 _aliases: dict[str, str] = {}

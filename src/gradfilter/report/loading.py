@@ -11,9 +11,7 @@ _ELSEWHERE = {"efficientnet-lite0": "timm/tf_efficientnet_lite0"}  # where other
 
 
 def make_loading_code(results: Results) -> str:
-    """Return the code: what the run gave, or else what fits its model."""
-    if results.loading.strip():
-        return results.loading
+    """Return the code that fits a run's model."""
     imports, build = _find_builder(results.model, len(results.classes))
     lines = (
         *imports,

@@ -139,7 +139,6 @@ class Results:
         environment: Versions, machine, seeds.
         weights_file: File name of the best weights, in the folder of the report.
         beside: Another run to compare with, None where none was named.
-        loading: Python code that loads the weights without gradfilter; "" for what fits the name of the model.
     """
 
     model: str
@@ -158,7 +157,6 @@ class Results:
     environment: dict[str, str]
     weights_file: str
     beside: Beside | None = None
-    loading: str = ""
 
     def __post_init__(self) -> None:
         classes = len(self.classes)
@@ -190,6 +188,7 @@ class Results:
         """Rebuild results from what `to_dict` returned, or from its JSON."""
         try:
             values = dict(data)
+            values.pop("loading", None)  # runs of before 0.1.0 have it
             values["history"] = tuple(_epoch(epoch) for epoch in values["history"])
             values["layers"] = tuple(_layer(layer) for layer in values["layers"])
             values["cost"] = None if values["cost"] is None else _cost(values["cost"])

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gradfilter.data import ImageSet, Transform
+from gradfilter.errors import DataError, GradFilterError
+from gradfilter.train.lock import leave_locks
 
 ORDER, VIEW, STEP = range(1, 4)
 """What a seed is for, so that no two uses of one seed draw the same numbers."""
@@ -60,6 +62,13 @@ class Rows(Dataset[tuple[int, Tensor]]):
         with seeded(self.seed, VIEW, view, index):
             return row, self.transform(image)
 
+    def __getitems__(self, rows: list[int]) -> list[tuple[int, Tensor]] | GradFilterError:
+        """Give a batch, or the error that an image leads to: raised in a worker, it would have a traceback in its text."""
+        try:
+            return [self[row] for row in rows]
+        except GradFilterError as error:
+            return error
+
     def __len__(self) -> int:
         return len(self.images)
 
@@ -77,18 +86,38 @@ def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[
         num_workers=workers,
         generator=torch.Generator(),  # or the global one is drawn from
         collate_fn=collate,
-        worker_init_fn=outlast_signals,
+        worker_init_fn=start_worker,
     )
-    yield from loader
+    for batch in loader:
+        if isinstance(batch, GradFilterError):
+            raise batch
+        yield batch
 
 
-def outlast_signals(worker: int) -> None:
+@contextmanager
+def explain_workers() -> Iterator[None]:
+    """Say what to do where a worker has died, which torch tells of at any moment."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise DataError(
+            f"a process that loads images has died ({str(error).rstrip('. ')}). Memory may have run out: give fewer --workers, "
+            "or a smaller --batch."
+        ) from error
+
+
+def start_worker(worker: int) -> None:
     """Let a worker work on for a while when all processes of a run are told to end: the step at work needs it."""
+    leave_locks()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
-def collate(items: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the rows and the images of a batch."""
+def collate(items: list[tuple[int, Tensor]] | GradFilterError) -> tuple[Tensor, Tensor] | GradFilterError:
+    """Return the rows and the images of a batch; an error as it is."""
+    if isinstance(items, GradFilterError):
+        return items
     images = torch.stack([image for _, image in items]).contiguous(memory_format=torch.channels_last)
     return torch.tensor([row for row, _ in items]), images

@@ -81,6 +81,7 @@ def build_cache(
     folder: Path,
     key: str,
     tell: Callable[[str], None],
+    shared: dict[str, Cache] | None = None,
 ) -> Cache:
     """Compute the cut of every image, or take it from the file that has it.
 
@@ -94,13 +95,18 @@ def build_cache(
         folder: Where the files of a cache on disk are kept.
         key: Names the cache, see `make_key`.
         tell: Is told what will be written, before it is.
+        shared: Caches in memory of earlier runs of this process, by key; this one joins them.
     """
+    shared = {} if shared is None else shared
     record = trunk.find_record(first)
     size = count_bytes(record, rows)
     header = {"key": key, "rows": rows, "bytes": size, "cut": [repr(spec) for spec in record.cut]}
     files = [folder / f"{key}.{i}.bin" for i in range(len(record.cut))]
     where = f"on disk, in {folder}" if place == "disk" else "in memory"
     check_trunk(trunk, first, last)
+    if place == "memory" and key in shared and holds(shared[key], trunk.compute(first)):
+        tell(f"trunk cache: {rows} rows, {size / 1e6:.1f} MB, found {where}")
+        return shared[key]
     if place == "disk" and is_written(folder / f"{key}.json", header, files):
         cache = open_cache(record, rows, files, write=False)
         if holds(cache, trunk.compute(first)):
@@ -109,8 +115,11 @@ def build_cache(
         tell(f"trunk cache: what was found in {folder} is not what the model makes of these images; it is written anew")
     tell(f"trunk cache: {rows} rows of {size / rows / 1e3:.1f} kB, {size / 1e6:.1f} MB {where}")
     if place == "memory":
+        if size > find_free_memory():
+            shared.clear()  # what may be of use later makes room for what is needed now
         check_space(size, find_free_memory(), "of memory free", "disk")
-        return fill(open_cache(record, rows, None, write=True), trunk, batches)
+        shared[key] = fill(open_cache(record, rows, None, write=True), trunk, batches)
+        return shared[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_space(size, shutil.disk_usage(folder).free, f"free on the disk of '{folder}'", "memory")

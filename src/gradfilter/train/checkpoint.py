@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.errors import CheckpointError
-from gradfilter.files import remove_drafts, replace_file
+from gradfilter.files import replace_file
 from gradfilter.models.extras import import_extra
 
 FORMAT = "gradfilter"
@@ -96,7 +96,6 @@ def check_folder(folder: Path, needed: int) -> None:
     """Find out before training whether checkpoints can be written: space on the disk, the folder, its permissions."""
     place = folder.absolute()
     try:
-        remove_drafts(folder)
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
         if free < needed:
             raise CheckpointError(

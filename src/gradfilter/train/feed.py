@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from gradfilter.data import ImageSet, Transform
 from gradfilter.outputs import find_logits
-from gradfilter.train.batches import Rows, load, seeded
+from gradfilter.train.batches import Rows, load, seeded, shuffle
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.record import Record, TrunkError
 from gradfilter.train.trunk import Trunk
+from gradfilter.train.watch import Watch, follow
 
 
 @dataclass
@@ -60,7 +61,12 @@ class Feed:
         _, images = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
         return images.to(self.device)
 
-    def keep(self, place: Place, folder: Path, tell: Callable[[str], None]) -> None:
+    def first(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the first batches of the first epoch: images and labels."""
+        for rows, images in load(self.rows, shuffle(len(self.images), self.seed, 0).split(self.batch)[:count], self.workers):
+            yield images.to(self.device), self.labels[rows % len(self.images)].to(self.device)
+
+    def keep(self, place: Place, folder: Path, watch: Watch, shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
@@ -72,9 +78,19 @@ class Feed:
             about = self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
             key = make_key(trunk, self.records[len(first)], *about)
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
-            images = ((rows, x.to(self.device)) for rows, x in load(self.rows, batches, self.workers))
+            loaded = follow(load(self.rows, batches, self.workers), "trunk cache", views * count, watch)
+            images = ((rows, x.to(self.device)) for rows, x in loaded)
             self.cache = build_cache(
-                trunk, images, first, views * count, last=last, place=place, folder=folder, key=key, tell=tell
+                trunk,
+                images,
+                first,
+                views * count,
+                last=last,
+                place=place,
+                folder=folder,
+                key=key,
+                tell=watch.tell,
+                shared=shared,
             )
         self.trunk = trunk
 

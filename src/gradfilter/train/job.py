@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from gradfilter.apply import apply_, find_applied, freeze_
 from gradfilter.data import Data, ImageSet, load_data, make_transforms
@@ -18,14 +20,21 @@ from gradfilter.errors import SettingsError
 from gradfilter.files import remove_drafts
 from gradfilter.models import find_info, make_model
 from gradfilter.models.extras import import_extra
+from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan, find_layers
+from gradfilter.planner import Chosen, choose_plan
 from gradfilter.report.results import Layer
+from gradfilter.survey import MEMORY
 from gradfilter.train.batches import mix
+from gradfilter.train.cache import Cache
 from gradfilter.train.checkpoint import check_folder
 from gradfilter.train.feed import Feed, untouched
+from gradfilter.train.folder import LOGS, PLAN
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
+SURVEYED = 2
+"""A plan for a budget is chosen on so many batches."""
 WEIGHTS, LIMIT = 16, 18
 """More uses of a seed, besides those of `gradfilter.train.batches`."""
 
@@ -108,9 +117,12 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
         import_extra(package, "gradfilter train")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan, fabric = settings.make_plan(), make_fabric(settings, folder)
+    plan, fabric = None if settings.memory else settings.make_plan(), make_fabric(settings, folder)
     data = choose_images(settings, watch, data)
-    model = make_trained_model(settings, plan, data.train)
+    model = make_new_model(settings, data.train)
+    if plan is None:
+        plan = find_plan_for(settings, data, model.to(fabric.device), fabric, watch)
+    (freeze_ if settings.exact else apply_)(model, plan)
     size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 2) for p in model.parameters())
     check_folder(folder, 2 * size)  # best and last, and a draft of each, with the optimizer's state
     model.to(fabric.device)
@@ -119,21 +131,21 @@ def prepare(settings: Settings, watch: Watch, data: Data | None = None) -> Job:
     return Job(settings, folder, data, model, plan, fabric, make_optimizer(settings, model), train, val, watch)
 
 
-def fill_cache(job: Job) -> None:
+def fill_cache(job: Job, shared: dict[str, Cache] | None = None) -> None:
     """Compute what the frozen layers make of all images, where the settings say so; the model has its weights by now."""
     settings, own = job.settings, job.folder / "cache"
     remove_drafts(own)  # but not those in a folder that is shared: they may be another run's, which is at work
     if settings.cache != "off":
         with job.fabric.autocast():  # as the loop runs it
             for feed in (job.train, job.val):
-                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch.tell)
+                feed.keep(settings.cache, Path(settings.cache_folder or own), job.watch, shared)
 
 
 def fill_in(settings: Settings) -> Settings:
-    """Return the settings with what is not said taken from the model."""
+    """Return the settings with what is not said taken from the model, and with absolute paths."""
     info = find_info(settings.model)
     return dataclasses.replace(
-        settings,
+        settings.make_absolute(),
         resolution=settings.resolution or info.resolution,
         mean=settings.mean or info.mean,
         std=settings.std or info.std,
@@ -209,11 +221,44 @@ def describe_balance(what: str, images: ImageSet) -> str:
 
 def make_trained_model(settings: Settings, plan: Plan, images: ImageSet) -> nn.Module:
     """Return the model with its weights, for the classes of the images, under the plan."""
+    return (freeze_ if settings.exact else apply_)(make_new_model(settings, images), plan)
+
+
+def make_new_model(settings: Settings, images: ImageSet) -> nn.Module:
+    """Return the model with its weights, for the classes of the images, without a plan."""
     generator = torch.Generator().manual_seed(mix(settings.seed, WEIGHTS))
     weights = None if settings.weights == "random" else settings.weights
     model = make_model(settings.model, weights=weights, classes=len(images.classes), generator=generator)
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    return (freeze_ if settings.exact else apply_)(model.train(), plan)
+    return model.train()
+
+
+def find_plan_for(settings: Settings, data: Data, model: nn.Module, fabric: Any, watch: Watch) -> Plan:
+    """Return the plan for a budget of memory: that of the run to go on with, or one chosen on the first training batches."""
+    kept = settings.folder / PLAN
+    if settings.resume and kept.exists():
+        return Plan.load(kept)
+    assert settings.memory is not None
+    chosen = choose_plan_for(settings, data, model, fabric, {MEMORY: settings.memory})
+    watch.tell(
+        f"plan for {settings.memory}: trains {len(chosen.plan.layers)} of {len(chosen.survey.layers)} layers, expected cosine "
+        f"to the whole gradient {chosen.cosine:.3f}"
+    )
+    return chosen.plan
+
+
+def choose_plan_for(
+    settings: Settings, data: Data, model: nn.Module, fabric: Any, budgets: Mapping[str, str | float]
+) -> Chosen:
+    """Choose a plan on the first training batches, for budgets of a training step."""
+    feed, _ = make_feeds(settings, data, model, fabric.device)
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
+
+    options = {"batch_norm": settings.batch_norm} if settings.batch_norm else {}
+    with fabric.autocast():
+        return choose_plan(model, list(feed.first(SURVEYED)), loss, budgets, settings.batch, **options)
 
 
 def make_fabric(settings: Settings, folder: Path) -> Any:
@@ -222,7 +267,7 @@ def make_fabric(settings: Settings, folder: Path) -> Any:
     loggers = []
     if settings.tensorboard:
         import_extra("tensorboard", "--tensorboard")
-        loggers.append(fabric.loggers.TensorBoardLogger(folder, name="tensorboard", version=""))
+        loggers.append(fabric.loggers.TensorBoardLogger(folder, name=LOGS, version=""))
     try:
         return fabric.Fabric(accelerator=settings.device, devices=1, precision=settings.precision, loggers=loggers)
     except (ValueError, RuntimeError) as error:

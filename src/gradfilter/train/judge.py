@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradfilter.models.extras import import_extra
 from gradfilter.report.results import Sample
 from gradfilter.train.feed import Feed
+from gradfilter.train.watch import Watch, follow
 
 SAMPLES = 12
 """How many images of each kind, right and wrong, a report shows."""
@@ -35,22 +36,22 @@ class Judged:
     probabilities: Tensor
 
 
-def judge(model: nn.Module, feed: Feed, fabric: Any) -> Judged:
+def judge(model: nn.Module, feed: Feed, fabric: Any, watch: Watch) -> Judged:
     """Run a model over all images of a feed, in eval mode."""
+    count = len(feed.images)
     torchmetrics = import_extra("torchmetrics", "Judging a model")
     confusion = torchmetrics.classification.MulticlassConfusionMatrix(len(feed.images.classes)).to(feed.device)
     probabilities: list[Tensor] = []
     loss = 0.0  # not torchmetrics' mean, which leaves NaN out
     model.eval()
     with torch.no_grad(), fabric.autocast():
-        for labels, forward in feed.run(torch.arange(len(feed.images)), 0):
+        for labels, forward in follow(feed.run(torch.arange(count), 0), "judging", count, watch):
             output = forward().float()
             loss += float(F.cross_entropy(output, labels, reduction="sum"))
             confusion.update(output.argmax(1), labels)
             probabilities.append(output.softmax(1).cpu())
     table = confusion.compute().cpu()
     rows = tuple(tuple(int(n) for n in row) for row in table)
-    count = len(feed.images)
     return Judged(loss / count, float(table.diagonal().sum()) / count, rows, torch.cat(probabilities))
 
 

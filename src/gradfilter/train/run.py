@@ -7,14 +7,12 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 import yaml
-from torch import Tensor
 
 from gradfilter.cost import count_saved
 from gradfilter.data import Data
@@ -23,20 +21,30 @@ from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
 from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
-from gradfilter.train.batches import STEP, seeded, shuffle
+from gradfilter.train.batches import STEP, explain_workers, seeded, shuffle
+from gradfilter.train.cache import Cache
 from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
 from gradfilter.train.feed import untouched
+from gradfilter.train.folder import (
+    BEST,
+    CONFIG,
+    LAST,
+    METRICS,
+    PLAN,
+    RESULTS,
+    check_run,
+    load_last,
+    refuse_changes,
+    remove_run,
+    writing,
+)
 from gradfilter.train.interrupt import InterruptedRunError, interruptible
 from gradfilter.train.job import Job, fill_cache, fill_in, prepare
 from gradfilter.train.judge import Judged, find_samples, judge
+from gradfilter.train.lock import Lock
 from gradfilter.train.measure import measure_cost
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Step, Watch, write_csv
-
-CONFIG, PLAN, METRICS, RESULTS = "config.yaml", "plan.yaml", "metrics.csv", "results.json"
-LAST, BEST = "last.safetensors", "best.safetensors"
-REPORTS = "report.html", "report.png"
-"""Files of a run's folder."""
 
 
 class DivergedError(GradFilterError, RuntimeError):
@@ -83,13 +91,16 @@ class State:
         return cls(**{**data, "history": [Epoch(**epoch) for epoch in data["history"]]})
 
 
-def train(settings: Settings, watch: Watch | None = None, data: Data | None = None) -> Results:
+def train(
+    settings: Settings, watch: Watch | None = None, data: Data | None = None, shared: dict[str, Cache] | None = None
+) -> Results:
     """Fine-tune a classifier as the settings say; return what came of it.
 
     Args:
         settings: What to train, on what, and how.
         watch: Is told what happens.
         data: Images that are loaded already, in place of those that the settings name.
+        shared: Trunk caches in memory that runs of one process share: give all of them the same, empty at first.
 
     The folder of the run gets the resolved settings (config.yaml), the plan, metrics.csv, the best weights
     (best.safetensors, which loads into a plain model), the last checkpoint, results.json and the report.
@@ -100,22 +111,25 @@ def train(settings: Settings, watch: Watch | None = None, data: Data | None = No
     """
     watch = watch or Watch()
     settings = fill_in(settings)
-    check_run(settings)
-    beside = find_beside(settings)
-    job = prepare(settings, watch, data)
-    state = restore(job) if settings.resume else State()
-    try_step(job)
-    fill_cache(job)
-    write_config(job)
-    watch.tell(describe_size(job))
-    best: Judged | None = None
-    with interruptible() as stop:
-        while state.epoch < job.settings.epochs:
-            train_epoch(job, state, stop)
-            best = finish_epoch(job, state) or best
-            if stop:
-                raise InterruptedRunError(f"stopped after epoch {state.epoch} of {job.settings.epochs}")
-    return finish(job, state, best, beside)
+    with Lock(settings.folder) as lock, explain_workers():
+        check_run(settings)
+        beside = find_beside(settings)
+        job = prepare(settings, watch, data)
+        if lock.take():  # the folder was made only now: another run may have come and gone
+            check_run(settings)
+        state = restore(job) if settings.resume else State()
+        try_step(job)
+        fill_cache(job, shared)
+        write_config(job)
+        watch.tell(describe_size(job))
+        best: Judged | None = None
+        with interruptible() as stop:
+            while state.epoch < job.settings.epochs:
+                train_epoch(job, state, stop)
+                best = finish_epoch(job, state) or best
+                if stop:
+                    raise InterruptedRunError(f"stopped after epoch {state.epoch} of {job.settings.epochs}")
+        return finish(job, state, best, beside)
 
 
 def try_step(job: Job) -> None:
@@ -170,7 +184,7 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
     begin, number, settings = time.perf_counter(), state.epoch + 1, job.settings
     is_due = number % settings.val_every == 0 or number == settings.epochs
     check_numbers(job, state, *sum_weights(job))
-    judged = judge(job.model, job.val, job.fabric) if is_due else None
+    judged = judge(job.model, job.val, job.fabric, job.watch) if is_due else None
     check_numbers(job, state, judged.loss if judged else 0)
     epoch = Epoch(
         epoch=number,
@@ -201,7 +215,7 @@ def finish(job: Job, state: State, best: Judged | None, beside: Beside | None) -
     cost = find_cost(job)
     weights, _, _ = load_checkpoint(job.folder / BEST)
     job.model.load_state_dict(weights)
-    best = best or judge(job.model, job.val, job.fabric)  # a resumed run may not have seen its best epoch
+    best = best or judge(job.model, job.val, job.fabric, job.watch)  # a resumed run may not have seen its best epoch
     results = Results(
         model=job.settings.model,
         data=job.data.train.name,
@@ -265,54 +279,14 @@ def find_rate(settings: Settings, step: int, batches: int) -> float:
     return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def check_run(settings: Settings) -> None:
-    """Refuse to write over another run, or to go on with none."""
-    last = settings.folder / LAST
-    started = last.exists() or (settings.folder / CONFIG).exists()
-    if settings.resume and not started:
-        raise SettingsError(
-            f"--resume was given, but the folder '{settings.folder}' holds no run to go on with. Check --out, or leave "
-            "--resume out to start one."
-        )
-    if started and not settings.resume and not settings.overwrite:
-        raise SettingsError(
-            f"the folder '{settings.folder}' holds a run already. Go on with it (--resume), replace it (--overwrite), or give "
-            "another folder (--out)."
-        )
-    if settings.resume and last.exists():
-        refuse_changes(settings, settings.find_changes(load_last(settings.folder)[2]["settings"]))
-
-
-def refuse_changes(settings: Settings, changes: list[str]) -> None:
-    """Refuse to go on with a run that would not be the same one."""
-    if changes:
-        raise SettingsError(
-            f"the run in '{settings.folder}' cannot be resumed: {'; '.join(changes)}. Give what it was started with (--config "
-            f"{settings.folder / CONFIG}), or another --out."
-        )
-
-
 def write_config(job: Job) -> None:
-    """Write the resolved settings and the plan; a run that is replaced loses its checkpoints first, then its settings."""
+    """Write the resolved settings and the plan, in place of a run that is replaced."""
     with writing(job.folder):
         if not job.settings.resume:
-            for name in (LAST, CONFIG, BEST, METRICS, RESULTS, *REPORTS):
-                (job.folder / name).unlink(missing_ok=True)
-        stored = {**job.settings.to_dict(), "out": str(job.folder), "resume": False, "overwrite": False}
+            remove_run(job.folder)
+        stored = {**job.settings.to_dict(), "resume": False, "overwrite": False}
         replace_file(job.folder / CONFIG, yaml.safe_dump(stored, sort_keys=False))
         job.plan.save(job.folder / PLAN)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say what to do where a file of the run cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to '{folder}': {error.strerror or error}. The checkpoints there are whole. Make room, or give the "
-            "folder write permission, then go on with --resume."
-        ) from error
 
 
 def save(job: Job, state: State) -> None:
@@ -343,17 +317,6 @@ def restore(job: Job) -> State:
         ) from error
     unpack_optimizer_(job.optimizer, extra)
     return State.from_dict(about["state"])
-
-
-def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Read the checkpoint to go on from."""
-    weights, extra, about = load_checkpoint(folder / LAST)
-    if not about.keys() >= {"settings", "plan", "classes", "data", "state"}:
-        raise CheckpointError(
-            f"'{folder / LAST}' holds weights, but no run to go on with: it is a copy of another file. Start again with "
-            "--overwrite, and --weights for these."
-        )
-    return weights, extra, about
 
 
 def describe_size(job: Job) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gradfilter.data.sets import find_sets
 from gradfilter.data.transforms import Augment
-from gradfilter.errors import SettingsError
-from gradfilter.plan import Backward, Plan
+from gradfilter.errors import BudgetError, SettingsError
+from gradfilter.plan import Plan, is_plan_file
 from gradfilter.train.cache import Place
+from gradfilter.units import parse_amount
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["cosine", "constant"]
@@ -27,7 +29,6 @@ MAY_CHANGE = frozenset(
     "tensorboard".split()
 )
 """Settings that a resumed run may have otherwise than the run it goes on with: they do not change what is computed."""
-LAST = re.compile(r"last ?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Settings:
         patch: Side of a patch in pixels of each layer's map; overrides the plan's.
         grid: Patches per side at every resolution (4 where nothing is said); overrides the plan's.
         kernel: The coarse kernel, "lift" where nothing is said; overrides the plan's.
+        memory: Choose layers and patches for the most useful gradient while autograd holds at most this, e.g. 64MB.
         exact: Train the plan's layers with torch's own, exact backward.
         batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
         epochs: How often to see every training image.
@@ -107,6 +109,7 @@ class Settings:
     patch: int | None = None
     grid: int | None = None
     kernel: Kernel | None = None
+    memory: str | None = None
     exact: bool = False
     batch_norm: BatchNorm | None = None
     epochs: int = 10
@@ -141,6 +144,7 @@ class Settings:
         wrong = [*self.find_out_of_range(), *self.find_unknown()]
         if self.patch is not None and self.grid is not None:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
+        wrong += self.find_memory_clashes()
         if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
         if self.shards is not None and self.parts == 1:
@@ -189,6 +193,19 @@ class Settings:
             wrong.append(f"--std is {self.std}, but three finite numbers above 0")
         return wrong
 
+    def find_memory_clashes(self) -> list[str]:
+        """List what cannot stand beside a budget of memory, which chooses the plan itself."""
+        if self.memory is None:
+            return []
+        try:
+            parse_amount("memory", self.memory)
+        except BudgetError as error:
+            return [f"--{str(error).removesuffix('.')}"]
+        given = {"--patch": self.patch, "--grid": self.grid, "--kernel": self.kernel, "--exact": self.exact or None}
+        given["--plan"] = None if self.plan == "all" else self.plan
+        both = [flag for flag, value in given.items() if value is not None]
+        return [f"--memory {self.memory} chooses layers and patches itself: drop {', '.join(both)}"] if both else []
+
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
@@ -205,8 +222,8 @@ class Settings:
     def folder(self) -> Path:
         """Return the folder of the run."""
         if self.out is not None:
-            return Path(self.out)
-        plan = Path(self.plan).stem.replace(" ", "")
+            return Path(self.out).expanduser()
+        plan = Path(self.plan).stem.replace(" ", "") if self.memory is None else self.memory.replace(" ", "")
         words = [Path(self.data).name or "data", self.model.replace("/", "-").replace(":", "-"), plan, self.describe_backward()]
         return Path("runs") / "-".join(word for word in words if word)
 
@@ -219,29 +236,12 @@ class Settings:
 
     def make_plan(self) -> Plan:
         """Return the plan: a named one or a file's, with the overrides."""
-        last = LAST.fullmatch(self.plan)
-        if self.plan == "all":
-            plan = Plan.all()
-        elif self.plan == "head":
-            plan = Plan.last(0)
-        elif last:
-            plan = Plan.last(int(last[1]))
-        elif Path(self.plan).suffix.lower() in (".yaml", ".yml"):
-            plan = Plan.load(self.plan)
-        else:
-            raise SettingsError(
-                f"--plan is {self.plan!r}, which is no plan. Give 'all', 'head', 'last4' for the last four convolutions and "
-                "the classifier, or a file that ends in .yaml."
-            )
-        layers = {pattern: self.override(backward) for pattern, backward in plan.layers.items()}
-        return Plan(layers, plan.rest, self.batch_norm or plan.batch_norm)
+        plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel)
+        return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm)
 
-    def override(self, backward: Backward) -> Backward:
-        """Return a layer's choices as the settings change them."""
-        changes: dict[str, Any] = {"kernel": self.kernel} if self.kernel else {}
-        if self.patch is not None or self.grid is not None:
-            changes |= {"patch": self.patch, "grid": self.grid}
-        return dataclasses.replace(backward, **changes)
+    def make_absolute(self) -> Settings:
+        """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere."""
+        return dataclasses.replace(self, **find_absolute({**self.to_dict(), "out": str(self.folder)}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -260,9 +260,26 @@ class Settings:
 
     def find_changes(self, before: dict[str, Any]) -> list[str]:
         """List the settings that differ from those of an earlier run, as far as they change what is computed."""
-        now = self.to_dict()
+        now = self.make_absolute().to_dict()
+        before = {**before, **find_absolute(before)}
         return [
             f"--{key} was {before.get(key, 'not there')}, now {now[key]}"
             for key in now
             if key not in MAY_CHANGE and (key not in before or before[key] != now[key])
         ]
+
+
+def find_absolute(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of the settings that are paths, as absolute ones.
+
+    What names no path, such as a known data set or "pretrained", is left out; so is what is not there, for errors to name.
+    """
+    words = {"data": (*find_sets(), ""), "weights": ("pretrained", "random", "")}
+    given = {name: values.get(name) for name in ("root", "partition", "cache_folder", "beside", "out", "plan", *words)}
+    paths = {name: os.path.abspath(os.path.expanduser(text)) for name, text in given.items() if text is not None}
+    if not is_plan_file(values.get("plan", "")):
+        paths.pop("plan", None)
+    for name, known in words.items():
+        if given[name] in known or not os.path.exists(paths.get(name, "")):
+            paths.pop(name, None)
+    return paths

@@ -17,11 +17,12 @@ from gradfilter.data.images import FileReader
 from gradfilter.errors import CheckpointError, DataError
 from gradfilter.models import make_model
 from gradfilter.outputs import find_logits
+from gradfilter.train.batches import explain_workers
 from gradfilter.train.checkpoint import load_checkpoint
 from gradfilter.train.feed import Feed
+from gradfilter.train.folder import BEST, CONFIG
 from gradfilter.train.job import choose_images, make_fabric
 from gradfilter.train.judge import Judged, judge
-from gradfilter.train.run import BEST, CONFIG
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
@@ -63,14 +64,15 @@ class Classifier:
         _, transform = make_transforms(about["resolution"], about["mean"], about["std"], "none", flips=False)
         return cls(model.eval(), tuple(about["classes"]), transform, file, about["held_out"])
 
-    def judge(self, images: ImageSet, batch: int = 64, workers: int = 0) -> Judged:
+    def judge(self, images: ImageSet, batch: int = 64, workers: int = 0, watch: Watch | None = None) -> Judged:
         """Run over labelled images; their classes have to be the classifier's."""
         if images.classes != self.classes:
             raise DataError(explain_classes(images, self))
         fabric = make_fabric(Settings(), Path())
         device: Any = fabric.device
         feed = Feed(images, self.transform, self.model.to(device), device, batch, None, 0, workers, training=False)
-        return judge(self.model, feed, fabric)
+        with explain_workers():
+            return judge(self.model, feed, fabric, watch or Watch())
 
     def predict(self, files: Sequence[str | Path], batch: int = 64) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         """Classify image files: each file with its classes, the likeliest first, and their probabilities."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gradfilter.files import replace_file
 from gradfilter.report.results import Epoch
+
+Batch = TypeVar("Batch", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,23 @@ class Step:
     seconds_left: float
 
 
+@dataclass(frozen=True)
+class Work:
+    """How far a long piece of work is that is no training.
+
+    Attributes:
+        what: What it is.
+        done: Images of it that are done.
+        total: How many there are.
+        seconds_left: Of this work, estimated.
+    """
+
+    what: str
+    done: int
+    total: int
+    seconds_left: float
+
+
 class Watch:
     """Is told what happens in a run. This one ignores it; the command line shows it."""
 
@@ -49,8 +70,20 @@ class Watch:
     def step(self, step: Step) -> None:
         """Take note of a step."""
 
+    def work(self, work: Work) -> None:
+        """Take note of work between the steps."""
+
     def epoch(self, epoch: Epoch, epochs: int, is_best: bool) -> None:
         """Take note of an epoch."""
+
+
+def follow(batches: Iterable[Batch], what: str, total: int, watch: Watch) -> Iterator[Batch]:
+    """Give batches, tuples that begin with a tensor of one number per image, and tell after each how far the work is."""
+    begin, done = time.perf_counter(), 0
+    for batch in batches:
+        yield batch
+        done += len(batch[0])
+        watch.work(Work(what, done, total, (time.perf_counter() - begin) / done * (total - done)))
 
 
 def write_csv(path: Path, history: Sequence[Epoch]) -> None:

@@ -1,0 +1,91 @@
+"""The planner against plans that a user would try by hand, on photographs that it did not see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradfilter.apply import apply_, freeze_
+from gradfilter.bench.fidelity import find_class, find_images, load_image
+from gradfilter.bench.report import Report
+from gradfilter.cost import measure_saved_bytes
+from gradfilter.fidelity import find_gradients
+from gradfilter.models import find_info, make_model
+from gradfilter.plan import Backward, Plan, find_layers
+from gradfilter.planner import choose_plan
+from gradfilter.survey import MEMORY
+from gradfilter.units import show_amount
+
+SIZES = (*(Backward(patch=r) for r in (1, 2, 4, 7)), *(Backward(grid=n) for n in (1, 2, 3, 4, 7, 14)))
+DEPTHS = (0, 1, 2, 4, 8, 16, 32)
+BUDGETS = 5
+"""So many budgets, evenly spread over two decades."""
+
+Batch = tuple[Tensor, Tensor]
+Gradients = Mapping[str, Tensor]
+
+
+def measure(data: Path, label: str, model: str, weights: str, batch: int, batches: int, pixels: int) -> Report:
+    """Return, for budgets over two decades, the plan that was chosen beside the best rival that holds no more bytes."""
+    report = Report(
+        f"planner-{label}-{model}",
+        f"The planner: {model}, {label}, batch {batch}, {pixels} px",
+        f"python -m gradfilter.bench planner --data PHOTOS --label {label} --model {model} --weights {weights} --batch {batch} "
+        f"--batches {batches} --pixels {pixels}",
+        ("budget", "held", "layers trained", "cosine, unseen", "expected", "best rival", "its held", "its cosine", "gap, %"),
+    )
+    files = find_images(data)
+    classes = sorted({find_class(file) for file in files})
+    order = np.random.default_rng(0).permutation(len(files))
+    info = find_info(model)
+
+    def make_batch(number: int) -> Batch:
+        chosen = [files[i] for i in order[number * batch : (number + 1) * batch]]
+        images = torch.stack([load_image(file, pixels, info) for file in chosen])
+        return images, torch.tensor([classes.index(find_class(file)) for file in chosen])
+
+    start = None if weights == "random" else weights
+    network = make_model(model, weights=start, classes=len(classes), generator=torch.Generator().manual_seed(0)).train()
+    sample, unseen = [make_batch(i) for i in range(2)], [make_batch(2 + i) for i in range(batches)]
+    exact = [find_gradients(freeze_(network, Plan.all()), pair) for pair in unseen]
+    rivals = {name: judge(network, plan, unseen, exact) for name, plan in list_rivals(network).items()}
+    most = max(held for held, _ in rivals.values())
+    for budget in [most * 10 ** (-2 * i / (BUDGETS - 1)) * 0.9 for i in reversed(range(BUDGETS))]:
+        chosen = choose_plan(network, sample, None, {MEMORY: budget}, batch)
+        held, cosine = judge(network, chosen.plan, unseen, exact)
+        name = max((n for n, (bytes_held, _) in rivals.items() if bytes_held <= budget), key=lambda n: rivals[n][1])
+        shown = [show_amount(MEMORY, amount) for amount in (budget, held, rivals[name][0])]
+        trained = f"{len(chosen.plan.layers)} of {len(chosen.survey.layers)}"
+        figures = (f"{cosine:.4f}", f"{chosen.cosine:.4f}", name, shown[2], f"{rivals[name][1]:.4f}", f"{100 * chosen.gap:.2f}")
+        report.rows.append((*shown[:2], trained, *figures))
+    report.remarks = [
+        f"Cosine to the exact gradient of all parameters, those that are not trained counting as zero, over {batches} batches "
+        f"that the planner did not see. Rivals: {len(rivals)} plans, all or the last n layers at one patch or grid; the best "
+        "of those that hold no more than the budget, by its own cosine on the same batches. Held: measured. Gap: share of the "
+        "gradient's energy by which a plan could at most be better, by what the planner measured.",
+    ]
+    return report
+
+
+def list_rivals(network: nn.Module) -> dict[str, Plan]:
+    """Return the plans that treat all layers, or the last n, alike."""
+    convs = sum(isinstance(layer, nn.Conv2d) for layer in find_layers(network).values())
+    rivals = {f"all {size}": Plan.all(size) for size in SIZES}
+    return rivals | {f"last {n} {size}": Plan.last(n, size) for n in DEPTHS if n < convs for size in SIZES[: 10 if n else 1]}
+
+
+def judge(network: nn.Module, plan: Plan, batches: Sequence[Batch], exact: Sequence[Gradients]) -> tuple[int, float]:
+    """Return the bytes that a plan holds, measured, and its cosine to the whole exact gradient over all batches."""
+    apply_(network, plan)
+    dot = square = whole = 0.0
+    for batch, true in zip(batches, exact, strict=True):
+        found = find_gradients(network, batch)
+        dot += sum(float((found[name] * true[name]).sum()) for name in found)
+        square += sum(float(g.square().sum()) for g in found.values())
+        whole += sum(float(g.square().sum()) for g in true.values())
+    return measure_saved_bytes(network, batches[0][0]), dot / math.sqrt(square * whole)
