@@ -25,7 +25,6 @@ from gradfilter.errors import GradFilterError, InputError
 from gradfilter.measure import measure_peak, silent
 from gradfilter.meter import BACKWARD, FORWARD, UPDATE, predict_step
 from gradfilter.outputs import sum_outputs
-from gradfilter.table import show_bytes, show_number
 from test_fidelity import snapshot, with_some_grads
 from train_nets import small
 
@@ -210,12 +209,6 @@ def test_the_profiler_keeps_off_the_screen(capfd):
         os.write(2, b"hidden")
     os.write(2, b"shown")
     assert capfd.readouterr().err == "shown"
-
-
-def test_numbers_have_three_digits():
-    shown = [show_number(n) for n in (0, 7, 999, 999.6, 1234, 99_950, 999_600, 12.3e6, 4.56e9, 7.89e12)]
-    assert shown == ["0", "7", "999", "1.00 k", "1.23 k", "100 k", "1.00 M", "12.3 M", "4.56 G", "7,890 G"]
-    assert show_bytes(512) == "512 B"
 
 
 def run(capsys, *args):

@@ -24,12 +24,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradfilter.apply import PlannedLayer, exactly, find_applied, find_hooks
+from gradfilter.cost_table import show_bytes, show_flops, show_patch
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.outputs import explain_failure
 from gradfilter.patches import Pair, Tiling, map_size
 from gradfilter.plan import Conv, find_layers
 from gradfilter.shapes import on_shapes, to_meta
-from gradfilter.table import Table, show_bytes, show_number
+from gradfilter.table import Table
 
 FLOAT = 4
 """Bytes of a number."""
@@ -84,14 +85,14 @@ class PaperCost:
             {
                 "layer": str,
                 "patch": str,
-                "backward flops": show_number,
-                "exact backward flops": show_number,
+                "backward flops": show_flops,
+                "exact backward flops": show_flops,
                 "input bytes": show_bytes,
                 "exact input bytes": show_bytes,
             },
         )
         for name, row in (*self.layers.items(), ("total", self.total)):
-            patch = row.patch and (str(row.patch[0]) if row.patch[0] == row.patch[1] else "{}x{}".format(*row.patch))
+            patch = row.patch and show_patch(row.patch)
             numbers = row.flops, row.exact_flops, row.input_bytes, row.exact_input_bytes
             table.rows.append((name or "(model)", patch, *numbers))
         table.remarks.append(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradfilter.apply import exactly, find_applied
-from gradfilter.cost_table import Cost, LayerCost, Seconds, StepCost
+from gradfilter.cost_table import Cost, LayerCost, Seconds, StepCost, show_bytes
 from gradfilter.environment import find_free_memory
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.fidelity import check_scalar, cross_entropy, explain_loss, group, is_pair
@@ -24,7 +24,6 @@ from gradfilter.measure import MOST_SHARE, find_time, measure_peak, measure_rss,
 from gradfilter.meter import BACKWARD, FORWARD, UPDATE, MakeOptimizer, Saved, Step, follow, predict_step
 from gradfilter.outputs import explain_failure, sum_outputs
 from gradfilter.shapes import on_shapes, to_meta
-from gradfilter.table import show_bytes
 
 T = TypeVar("T")
 PLAN, EXACT = "plan", "exact"

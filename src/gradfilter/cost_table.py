@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gradfilter.patches import Pair
-from gradfilter.table import Table, show_bytes, show_number
+from gradfilter.table import Table
+from gradfilter.units import show_amount
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ class Cost:
             {
                 "layer": str,
                 "patch": str,
-                "forward flops": show_number,
-                "exact forward flops": show_number,
-                "backward flops": show_number,
-                "exact backward flops": show_number,
+                "forward flops": show_flops,
+                "exact forward flops": show_flops,
+                "backward flops": show_flops,
+                "exact backward flops": show_flops,
                 "saved bytes": show_bytes,
                 "exact saved bytes": show_bytes,
                 "parameter bytes": show_bytes,
@@ -150,7 +151,7 @@ def make_remarks(cost: Cost) -> list[str]:
         f"Peak of a step, on top of parameters, optimizer state and batch: {beside(plan.peak_bytes, plan.measured_peak_bytes)} "
         f"under the plan, {beside(exact.peak_bytes, exact.measured_peak_bytes)} exactly.",
         f"On both sides: parameters {show_bytes(total.parameter_bytes)}, gradients {show_bytes(total.gradient_bytes)} (part of "
-        f"the peak), optimizer state {show_bytes(total.optimizer_bytes)}, update {show_number(plan.update_flops)}flops.",
+        f"the peak), optimizer state {show_bytes(total.optimizer_bytes)}, update {show_flops(plan.update_flops)} flops.",
     ]
     if not math.isnan(plan.seconds.step):
         times = f"Step: {show_seconds(plan.seconds)} under the plan"
@@ -164,6 +165,16 @@ def make_remarks(cost: Cost) -> list[str]:
     return [*remarks, *cost.notes]
 
 
+def show_flops(number: int) -> str:
+    """Return a number of flops."""
+    return show_amount("flops", number) if number else "0"
+
+
+def show_bytes(number: float) -> str:
+    """Return a number of bytes."""
+    return show_amount("memory", number) if number else "0 B"
+
+
 def beside(predicted: int, measured: int | None) -> str:
     """Return predicted bytes with the measured ones behind."""
     return show_bytes(predicted) + (f" (measured {show_bytes(measured)})" if measured is not None else "")
@@ -172,7 +183,7 @@ def beside(predicted: int, measured: int | None) -> str:
 def show_seconds(seconds: Seconds) -> str:
     """Return the time of a step and of its parts."""
     parts = seconds.step, seconds.forward, seconds.backward, seconds.update
-    step, *parts = (f"{s:.2f} s" if s >= 0.9995 else f"{1e3 * s:.3g} ms" for s in parts)
+    step, *parts = (show_amount("time", s) for s in parts)
     return "{} (forward {}, backward {}, update {})".format(step, *parts)
 
 

@@ -69,20 +69,6 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def show_number(number: float, unit: str = "") -> str:
-    """Return a number with three digits and a prefix: 12.3 M."""
-    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:
-            digits = next((2 - i for i, limit in enumerate((9.995, 99.95)) if abs(number) < limit * size), 0)
-            return f"{number / size:,.{digits}f} {prefix}{unit}"
-    return f"{number:.0f} {unit}".rstrip()
-
-
-def show_bytes(number: float) -> str:
-    """Return a number of bytes in B, kB, MB or GB (powers of 1000)."""
-    return show_number(number, "B")
-
-
 def align(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Return a Markdown table, aligned for reading as text."""
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
