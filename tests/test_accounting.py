@@ -1,11 +1,15 @@
 """The gradient-filtering paper's accounting: its formulas, and its tables."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import gradfilter as gf
 from gradfilter.accounting import count_as_paper
+from gradfilter.bench import paper
+from gradfilter.bench.__main__ import main
 from gradfilter.bench.paper import CIFAR, IMAGENET, NETS, UNITS, count, read
 from gradfilter.errors import InputError
 from helpers_safety import make_net
@@ -83,3 +87,14 @@ def test_layers_sum_up_and_the_table_has_them():
 def test_a_model_without_a_plan_is_refused():
     with pytest.raises(InputError, match=r"gradfilter\.apply_\(model, plan\)"):
         count_as_paper(make_net(), torch.empty(1, 3, 9, 9))
+
+
+def test_the_benchmark_says_how_far_off_it_is(tmp_path, capsys, monkeypatch):
+    row = next(row for row in CIFAR if row.patch == 7)
+    monkeypatch.setattr(paper, "IMAGENET", ())
+    monkeypatch.setattr(paper, "CIFAR", (row,))
+    monkeypatch.setattr(paper, "NETS", {row.net: NETS[row.net]})
+    assert main(["--save", str(tmp_path), "paper"]) == 0
+    (found,) = json.loads((tmp_path / "paper-accounting.json").read_text())["rows"]
+    assert (found["FLOPs published"], found["FLOPs ours"], found["FLOPs difference %"]) == ("0.30M", "0.30M", "+0.86")
+    assert "| ResNet18, CIFAR-10 |" in capsys.readouterr().out
