@@ -305,6 +305,14 @@ def run_loss(model: nn.Module, inputs: Any, targets: Any, loss: Loss | None) -> 
         outputs = model(inputs)
     with explain_loss(outputs, targets):
         value = (loss or cross_entropy)(outputs, targets)
+    check_scalar(value)
+    if not bool(value.isfinite()):
+        raise InputError(f"the loss is {value.item()}. Check the inputs and the weights: no gradient can be had of that.")
+    return value
+
+
+def check_scalar(value: Any) -> None:
+    """Refuse what a loss must not be: anything but a single number with a gradient."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise InputError(f"the loss is {what}. A gradient needs a single number: take the mean, e.g. loss(...).mean().")
@@ -313,9 +321,6 @@ def run_loss(model: nn.Module, inputs: Any, targets: Any, loss: Loss | None) -> 
             "the loss has no gradient: it does not depend on a trained parameter, or was detached on the way (.item(), "
             ".detach(), numpy, torch.no_grad()). Make it of the model's outputs by torch functions."
         )
-    if not bool(value.isfinite()):
-        raise InputError(f"the loss is {value.item()}. Check the inputs and the weights: no gradient can be had of that.")
-    return value
 
 
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradfilter.flops import aten, count_flops
+from gradfilter.flops import count_flops
 from gradfilter.plan import find_layers
-from gradfilter.shapes import is_channels_last, on_shapes, to_meta
+from gradfilter.scratch import count_scratch
+from gradfilter.shapes import on_shapes, to_meta
 from gradfilter.tensor import plain_torch
 
 INPUT, LOSS = "(input)", "(loss)"
@@ -228,19 +229,3 @@ class Meter(TorchDispatchMode):
         """Count a storage as gone."""
         self.now -= size
         del self.alive[key]
-
-
-def count_scratch(operator: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operator takes for itself on a CPU while it runs.
-
-    oneDNN convolves maps that are not channels-last, with kernels larger than 1×1, on copies of input, weight and output in a
-    layout of its own. Single images go another way.
-    """
-    if operator.overloadpacket is not aten.convolution:
-        return 0
-    x, w = args[0], args[1]
-    direct = x.dim() != 4 or len(x) == 1 or w.shape[2:].numel() == 1 or is_channels_last(x)
-    if direct or x.dtype != torch.float32:
-        return 0
-    copied = (x.nbytes if x.shape[1] > 3 else 0) + w.nbytes  # images are read as they are
-    return max(copied, out.nbytes)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +24,11 @@ def find_outputs(result: Any) -> list[Tensor]:
 def find_logits(output: Any) -> Tensor:
     """Return the class scores in a model's output: it, or the first tensor of several (others are auxiliary heads')."""
     return output if isinstance(output, Tensor) else find_outputs(output)[0]
+
+
+def sum_outputs(outputs: Any) -> Tensor:
+    """Return a scalar that depends on all outputs: a loss for those who ask for cost alone."""
+    return torch.stack([y.square().mean() for y in find_outputs(outputs)]).sum()
 
 
 @contextmanager

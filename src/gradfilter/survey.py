@@ -23,7 +23,7 @@ from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
 from gradfilter.fidelity import Batch, Loss, find_gradients, group
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
-from gradfilter.outputs import explain_failure, find_outputs
+from gradfilter.outputs import explain_failure, sum_outputs
 from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
@@ -257,11 +257,6 @@ def find_costs(
         costs.trained[:, column] = [trained.get(layer, 0) for layer in survey.layers]
         costs.passed[:, column] = [passed.get(layer, 0) for layer in survey.layers]
     return costs
-
-
-def sum_outputs(outputs: Any) -> Tensor:
-    """Return a scalar that depends on all outputs: a loss for those who ask for cost alone."""
-    return torch.stack([y.square().mean() for y in find_outputs(outputs)]).sum()
 
 
 COSTS: dict[str, Callable[..., Costs]] = {MEMORY: find_memory, FLOPS: find_flops, TIME: find_time}

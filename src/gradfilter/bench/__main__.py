@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, planner, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, planner, step
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     sub = add(commands, "coverage", pixels=96)
     sub.add_argument("--only", default="*", metavar="GLOB", help='families to measure, e.g. "timm mobile*"')
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
+    commands.add_parser("paper", help="the gradient-filtering paper's FLOPs and memory columns, regenerated")
     trained = {"data": True, "model": "mcunet-in3", "weights": "pretrained", "plan": "last4"}
     sub = add(commands, "accuracy", **trained, images=None, batch=64)
     sub.add_argument("--epochs", type=int, default=3)
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
+        elif args.command == "paper":
+            reports = [paper.measure()]
         elif args.command == "step":
             reports = [step.measure(args.model, args.batch, args.pixels, args.rounds, args.threads)]
         else:

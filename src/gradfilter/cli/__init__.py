@@ -19,6 +19,7 @@ COMMANDS = {
     "presets": "List the papers' recipes that 'train --preset' knows.",
     "data": "List the data sets that 'train --data' knows.",
     "check": "Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves.",
+    "cost": "Tell flops, bytes and time of a training step by layer, under a plan and exactly.",
     "plan": "Choose layers and patch sizes for the most useful gradient within a budget of memory, time or flops.",
     "fidelity": "Compare the gradients of a plan with exact backprop, layer by layer, on your images.",
 }

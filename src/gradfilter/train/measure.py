@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +11,11 @@ from torch import Tensor, nn
 from gradfilter.apply import freeze_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.environment import find_free_memory
+from gradfilter.measure import MOST_SHARE, find_time, median, take_turns
 from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost
 from gradfilter.train.feed import untouched
-
-ROUNDS = 5
-MOST_SHARE = 0.5
-"""Exact backprop is measured where it takes at most this share of the memory that is free: it must not end the run."""
 
 
 def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -> Cost:
@@ -40,7 +33,7 @@ def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -
         if fits:
             exact_saved = measure_saved_bytes(exact, images)
             runs["exact"] = lambda: time_step(exact, images, labels)
-        times = take_turns(runs, ROUNDS)
+        times = take_turns(runs)
     ratio = [a / b for a, b in zip(times["step"], times.get("exact", []), strict=False)]
     return Cost(
         batch=len(images),
@@ -52,12 +45,6 @@ def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -
         exact_step_seconds=median(times.get("exact", [])),
         inference_seconds=median(times["inference"]),
     )
-
-
-def take_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds that each run took, round by round; a first round warms up."""
-    times = [{name: run() for name, run in runs.items()} for _ in range(rounds + 1)][1:]
-    return {name: [turn[name] for turn in times] for name in runs}
 
 
 def time_step(model: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -76,15 +63,3 @@ def time_inference(model: nn.Module, images: Tensor) -> float:
     with torch.inference_mode():
         model(images)
     return find_time(images) - start
-
-
-def find_time(images: Tensor) -> float:
-    """Return the time, once all work on the images' device is done."""
-    if images.is_cuda:
-        torch.cuda.synchronize(images.device)
-    return time.perf_counter()
-
-
-def median(values: list[float]) -> float:
-    """Return the median, NaN of nothing."""
-    return statistics.median(values) if values else math.nan

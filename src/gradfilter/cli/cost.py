@@ -1,0 +1,95 @@
+"""`gradfilter cost`: what does a training step take under this plan?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from gradfilter.accounting import PaperCost, count_as_paper
+from gradfilter.apply import apply_
+from gradfilter.cli.check import MODEL_HELP
+from gradfilter.cost import Cost, cost
+from gradfilter.environment import find_environment
+from gradfilter.errors import InputError, SettingsError
+from gradfilter.files import replace_file
+from gradfilter.models import find_info, make_model
+from gradfilter.plan import Plan
+from gradfilter.table import Table, to_plain
+
+
+def run(argv: list[str]) -> int:
+    """Tell flops, saved bytes, peak and time of a training step on random images, by layer, under a plan and exactly."""
+    args = make_parser().parse_args(argv)
+    found = measure(args)
+    table = found.to_table()
+    title = [args.model, f"plan {args.plan}"]
+    title += [f"{name} {value}" for name in ("patch", "grid", "kernel") if (value := getattr(args, name)) is not None]
+    table.title = f"{table.title}: {', '.join(title)}"
+    if isinstance(found, Cost):
+        table.remarks.append("Maps are channels-last, as in 'gradfilter train'.")
+    print(table.to_markdown(), end="")
+    if args.out is not None:
+        save(table, found, args.out)
+        print(f"\ntable: {args.out / 'cost.md'}, {args.out / 'cost.json'}")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Say what `gradfilter cost` takes."""
+    parser = argparse.ArgumentParser(prog="gradfilter cost", description=run.__doc__)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--patch", type=int, metavar="N", help="side of a patch in pixels of each layer's map; overrides the plan's"
+    )
+    size.add_argument(
+        "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
+    )
+    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="images per step (default: 32)")
+    parser.add_argument("--resolution", type=int, metavar="N", help="side of the images (default: the model's own)")
+    parser.add_argument("--no-measure", action="store_true", help="predict from shapes alone, in seconds; no step is run")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write cost.md and cost.json there")
+    parser.add_argument(
+        "--accounting",
+        choices=("real", "paper"),
+        default="real",
+        help="count all that a step takes (default), or what the gradient-filtering paper's tables count, for one image",
+    )
+    return parser
+
+
+def measure(args: argparse.Namespace) -> Cost | PaperCost:
+    """Do as the options say."""
+    plan = Plan.parse(args.plan).override(patch=args.patch, grid=args.grid, kernel=args.kernel)
+    side = find_info(args.model).resolution if args.resolution is None else args.resolution
+    if side < 1 or args.batch < 1:
+        raise InputError(f"--resolution {side} --batch {args.batch} is no batch of images. Give whole numbers of at least 1.")
+    model = apply_(make_model(args.model).train(), plan)
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    images = torch.empty(args.batch, 3, side, side, device="meta", memory_format=torch.channels_last)
+    if args.accounting == "paper":
+        return count_as_paper(model, images)
+    if args.no_measure:
+        return cost(model, images, measure=False)
+    return cost(model, torch.empty_like(images, device="cpu").normal_(generator=torch.Generator().manual_seed(0)))
+
+
+def save(table: Table, found: Cost | PaperCost, folder: Path) -> None:
+    """Write the table, and all numbers."""
+    data = {**table.to_dict(), "environment": find_environment(), "cost": to_plain(dataclasses.asdict(found))}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "cost.md", table.to_markdown())
+        replace_file(folder / "cost.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise SettingsError(
+            f"cannot write to --out {str(folder)!r}: {error.strerror or error}. Give another folder."
+        ) from error
