@@ -2,7 +2,9 @@
 
 import copy
 from functools import cache
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,8 @@ from gradfilter.models import make_model
 from gradfilter.plan import Plan
 from gradfilter.planner import choose_plan
 from gradfilter.report.front import make_front_picture
-from gradfilter.survey import FLOPS, MEMORY, TIME, sum_outputs
+from gradfilter.search import count, search
+from gradfilter.survey import FLOPS, MEMORY, TIME, sum_outputs, survey
 from gradfilter.train import train
 from train_nets import small
 from train_runs import make_settings
@@ -109,6 +112,30 @@ def test_budgets_of_real_networks(name):
             if measure_saved_bytes(gf.apply_(copy.deepcopy(model), rival), batch[0]) <= share * most:
                 assert cosines[-1] >= find_cosine(model, rival, batch)
     assert cosines[0] < cosines[1]
+
+
+@pytest.mark.parametrize("name", ["small", "residual"])
+def test_plans_are_the_best_of_all_of_a_small_network(name):
+    """Every plan of the network is tried, but for the resolution of the gradient, of which there are three."""
+    model, batch = make_net(name), make_batch()
+    known = survey(model, [batch], None, batch[:1])
+    some = [0, len(known.families) // 2, -1]
+    costs = known.costs[MEMORY]
+    costs.trained, costs.passed = costs.trained[:, some], costs.passed[:, some]
+    known.found, known.squares = known.found[:, some], known.squares[:, some]
+    known.families = tuple(known.families[i] for i in some)
+    front, layers = search(known, (MEMORY,)), len(known.layers)
+    every = np.array([p for p in product(range(-1, 3), repeat=layers) if (t := [c for c in p if c >= 0]) and t == sorted(t)])
+    gains = np.where(every >= 0, known.gains[np.arange(layers), every], 0).sum(1) / known.total
+    held = count(costs, every)
+    for budget in np.quantile(held, [0, 0.1, 0.3, 0.6, 1]):
+        place = front.find_feasible({MEMORY: budget})[0]
+        assert gains[held <= budget].max() <= front.find_bound({MEMORY: budget}) + 1e-9
+        assert front.gains[place] == pytest.approx(gains[held <= budget].max(), rel=1e-2)
+    for plan, expected in list(zip(every.tolist(), held, strict=True))[:: len(every) // 12]:
+        twin = gf.apply_(copy.deepcopy(model), known.make_plan(plan))
+        assert measure_saved_bytes(twin, batch[0]) <= expected  # less where layers share what they hold
+        assert name == "residual" or measure_saved_bytes(twin, batch[0]) == expected
 
 
 def test_enough_memory_gives_the_exact_gradient():
