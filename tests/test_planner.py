@@ -286,3 +286,75 @@ def test_train_within_a_budget_and_go_on(photos, tmp_path, quick, monkeypatch):
 def test_settings_with_a_budget(photos, tmp_path, changes, text):
     with pytest.raises(SettingsError, match=text):
         make_settings(photos, tmp_path, **{"patch": None, **changes})
+
+
+class Remembering(nn.Module):
+    """A network that keeps what it made, calls a layer by keyword and has names with glob characters."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = None
+        self.parts = nn.ModuleDict({"a[0]": nn.Conv2d(3, 6, 3, padding=1), "b*": nn.Conv2d(6, 6, 3, 2, 1)})
+        self.norm, self.head = nn.BatchNorm2d(6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        if self.places is None:
+            self.places = torch.linspace(0, 1, x.shape[-1])
+        x = F.relu(self.norm(self.parts["a[0]"](input=x + self.places)))
+        return self.head(F.relu(self.parts["b*"](x)).mean((2, 3)))
+
+
+def test_a_model_that_keeps_what_it_makes_stays_whole():
+    model, (images, labels) = Remembering(), make_batch()
+    plan = gf.plan_for(model, images, memory="30kB")
+    assert model.places is None
+    assert model(images).shape == (4, 5)
+    assert model.places is not None
+    assert gf.plan_for(model, (images, labels), memory="30kB").layers
+    assert {"parts.a[[]0]", "parts.b[*]", "head"} >= set(plan.layers)
+    assert measure_saved_bytes(gf.apply_(model, plan), images) <= 30_000
+    assert gf.cost(model, images).plan.total.saved_bytes <= 30_000
+
+
+def test_one_image_with_batch_norms():
+    assert gf.plan_for(small().train(), torch.randn(1, 3, 4, 4), memory="50kB").layers
+
+
+def test_modes_of_torch_around_the_call():
+    model, batch = make_net("small"), make_batch()
+    with torch.no_grad():
+        assert gf.plan_for(model, batch, memory="20kB") == gf.plan_for(model, batch, memory="20kB")
+        plan = gf.plan_for(model, batch, memory="20kB")
+    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 20_000
+    with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
+        gf.plan_for(model, batch, memory="20kB")
+
+
+@pytest.mark.parametrize("budget", [6_000, 20_000, 100_000])
+def test_a_budget_under_autocast_is_kept(budget):
+    model, (images, labels) = make_net("residual"), make_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = gf.plan_for(model, (images, labels), memory=budget)
+        assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), images) <= budget
+
+
+def test_images_that_are_part_of_a_larger_tensor():
+    model, many = make_net("small"), torch.randn(64, 3, 32, 32, generator=seeded())
+    chosen = choose_plan(model, many[:4], None, {MEMORY: "400kB"})
+    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), many[:4]) == chosen.costs[MEMORY]
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "options", "kind", "text"),
+    [
+        (None, make_batch(), {}, InputError, "a NoneType was given where a model is asked for"),
+        (small(), 3, {}, InputError, "the sample is no batch"),
+        (small(), torch.tensor(1.0), {}, InputError, "the sample is no batch"),
+        (small(), torch.randn(0, 3, 8, 8), {}, InputError, "the sample is no batch"),
+        (small(), make_batch(), {"kernel": "lumped"}, PlanError, "kernel is no option of a chosen plan"),
+        (small(), make_batch(), {"memory": 10**400}, BudgetError, "finite amount above zero"),
+    ],
+)
+def test_more_bad_input(model, sample, options, kind, text):
+    with pytest.raises(kind, match=text):
+        gf.plan_for(model, sample, **{"memory": "1MB", **options})

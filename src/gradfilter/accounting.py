@@ -13,7 +13,6 @@ step really takes is for `gradfilter.cost` to say.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from gradfilter.apply import PlannedLayer, exactly, find_applied, find_hooks
 from gradfilter.cost_table import show_bytes, show_flops, show_patch
 from gradfilter.errors import ExitWarning, InputError
-from gradfilter.outputs import explain_failure
+from gradfilter.outputs import copy_model, explain_failure
 from gradfilter.patches import Pair, Tiling, map_size
 from gradfilter.plan import Conv, find_layers
 from gradfilter.shapes import on_shapes, to_meta
@@ -130,7 +129,7 @@ def count_as_paper(model: nn.Module, images: Tensor) -> PaperCost:
         raise InputError(
             f"{type(model).__name__} runs under no plan. Call gradfilter.apply_(model, plan) first, on this very module."
         )
-    twin = copy.deepcopy(model)
+    twin = copy_model(model)
     applied = find_applied(twin)
     assert applied is not None
     layers, one = find_layers(twin), to_meta(images[:1])

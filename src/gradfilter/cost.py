@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ from gradfilter.errors import ExitWarning, InputError
 from gradfilter.fidelity import check_scalar, cross_entropy, explain_loss, group, is_pair
 from gradfilter.measure import MOST_SHARE, find_time, measure_peak, measure_rss, median, take_turns
 from gradfilter.meter import BACKWARD, FORWARD, UPDATE, MakeOptimizer, Saved, Step, follow, predict_step
-from gradfilter.outputs import explain_failure, sum_outputs
+from gradfilter.outputs import copy_model, explain_failure, sum_outputs
 from gradfilter.shapes import on_shapes, to_meta
 
 T = TypeVar("T")
@@ -51,24 +50,25 @@ def count_saved(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
     return sum(find_saved(Saved(), run, exclude).values())
 
 
-def find_saved(saved: Saved, run: Callable[[], Any], exclude: Iterable[Tensor]) -> dict[str, int]:
+def find_saved(saved: Saved, run: Callable[[], Any], exclude: Iterable[Tensor], given: Iterable[Tensor] = ()) -> dict[str, int]:
     """Return the bytes that autograd holds after `run()` by layer, as far as `saved` knows places."""
     with saved:
         result = run()
-    held = saved.count(exclude)
+    held = saved.count(exclude, given=given)
     del result
     return held
 
 
 def measure_saved_bytes(model: nn.Module, *inputs: Any) -> int:
     """Return the bytes that autograd really holds after `model(*inputs)`, parameters and buffers excluded."""
-    return count_saved(lambda: model(*inputs), [*model.parameters(), *model.buffers()])
+    return sum(measure_saved_by_layer(model, *inputs).values())
 
 
 def measure_saved_by_layer(model: nn.Module, *inputs: Any) -> dict[str, int]:
     """Return what `measure_saved_bytes` does, by the layer that saved it."""
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     with follow(model) as places:
-        return find_saved(Saved(places), lambda: model(*inputs), [*model.parameters(), *model.buffers()])
+        return find_saved(Saved(places), lambda: model(*inputs), [*model.parameters(), *model.buffers()], given)
 
 
 def predict_saved_bytes(model: nn.Module, *inputs: Any) -> int:
@@ -120,7 +120,7 @@ def cost(
     images, targets = pair
     if not isinstance(images, Tensor):
         raise InputError(f"the sample is a {type(sample).__name__}. Give a batch of images [N, C, H, W], or (images, targets).")
-    twin = copy.deepcopy(model)
+    twin = copy_model(model)
     twin.zero_grad()
     make = make_optimizer or make_sgd
     with warnings.catch_warnings(), torch.random.fork_rng([images.device] if images.is_cuda else []), torch.enable_grad():

@@ -170,6 +170,8 @@ def fidelity(model: nn.Module, batches: Batch | Iterable[Batch], loss: Loss | No
             f"{type(model).__name__} runs under no plan, so there is nothing to compare. Call gradfilter.apply_(model, plan) "
             "first, on this very module."
         )
+    if not isinstance(batches, Iterable):
+        raise InputError(f"the batches are a {type(batches).__name__}. Give a pair of inputs and targets, or several.")
     several: Any = [batches] if is_pair(batches) and not is_pair(batches[0]) else batches  # type: ignore[index]
     found: dict[str, list[Closeness]] = {}
     overall: list[Closeness] = []

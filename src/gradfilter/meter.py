@@ -165,21 +165,23 @@ class Saved(saved_tensors_hooks):
         self.held.append(weakref.ref(entry))
         return entry
 
-    def count(self, exclude: Iterable[Tensor] = (), *, shared: bool = True) -> dict[str, int]:
+    def count(self, exclude: Iterable[Tensor] = (), *, given: Iterable[Tensor] = (), shared: bool = True) -> dict[str, int]:
         """Return the bytes that are held now, by layer, deduplicated by storage.
 
         Args:
             exclude: Tensors that are there anyway.
+            given: The inputs: of their storages only what they show counts, the rest is the caller's own.
             shared: Whether what several layers hold counts once, for the first; without it, for each as if it were alone.
         """
         sizes: dict[tuple[str, int], tuple[str, int]] = {}
         with plain_torch():
             known = {tensor.untyped_storage()._cdata for tensor in exclude}
+            shown = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in given}
             for entry in [entry for held in self.held if (entry := held()) is not None]:
                 storage = entry.tensor.untyped_storage()
                 if storage._cdata not in known:
                     key = ("" if shared else entry.place, storage._cdata)
-                    sizes.setdefault(key, (entry.place, storage.nbytes()))
+                    sizes.setdefault(key, (entry.place, shown.get(storage._cdata, storage.nbytes())))
         held: Counter[str] = Counter()
         for place, size in sizes.values():
             held[place] += size

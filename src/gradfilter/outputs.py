@@ -1,13 +1,14 @@
-"""What a network returns: a tensor, several in any structure, or an error."""
+"""A user's network: what it returns, a copy of it, and what it raises as one line."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gradfilter.errors import GradFilterError, InputError
@@ -29,6 +30,20 @@ def find_logits(output: Any) -> Tensor:
 def sum_outputs(outputs: Any) -> Tensor:
     """Return a scalar that depends on all outputs: a loss for those who ask for cost alone."""
     return torch.stack([y.square().mean() for y in find_outputs(outputs)]).sum()
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, its plan and hooks included."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} was given where a model is asked for, a torch.nn.Module.")
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise GradFilterError(
+            f"{type(model).__name__} cannot be copied, which is needed to try things out on it. A weight that is no parameter, "
+            "as the old torch.nn.utils.weight_norm leaves it, is a common cause: use torch.nn.utils.parametrizations. It says "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

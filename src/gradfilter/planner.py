@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.apply import apply_, remove_
-from gradfilter.cost import predict_saved_bytes
-from gradfilter.errors import BudgetError, ExitWarning, InputError
-from gradfilter.fidelity import Batch, Loss, is_pair
+from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.errors import BudgetError, ExitWarning, InputError, PlanError
+from gradfilter.fidelity import Batch, Loss, is_pair, without_trace
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
-from gradfilter.outputs import explain_failure, find_logits
+from gradfilter.outputs import copy_model, explain_failure, find_logits
 from gradfilter.plan import Plan
 from gradfilter.search import Front, search
 from gradfilter.shapes import on_shapes, to_meta
@@ -25,6 +24,8 @@ from gradfilter.survey import FLOPS, MEMORY, TIME, Survey, sum_outputs, survey, 
 from gradfilter.table import Table
 from gradfilter.units import parse_amount, show_amount
 
+TRIES = 24
+"""So many plans are tried where measured costs are above what the survey lets expect."""
 MOST_IMAGES = 16
 """Usefulness is measured on so many images of each batch: more change little, and take longer."""
 NAMES = {MEMORY: "bytes held by autograd", FLOPS: "flops of a step", TIME: "seconds of a step"}
@@ -126,6 +127,10 @@ def choose_plan(
     **options: Any,
 ) -> Chosen:
     """Choose a plan as `plan_for` does; return what it was chosen from, too."""
+    if torch.is_inference_mode_enabled():
+        raise InputError("a plan is chosen by gradients, which torch.inference_mode() forbids. Call this outside of it.")
+    if unknown := options.keys() - {"rest", "batch_norm"}:
+        raise PlanError(f"{', '.join(sorted(unknown))} is no option of a chosen plan. The options are rest and batch_norm.")
     limits = {kind: parse_amount(kind, value) for kind, value in budgets.items()}
     if not limits:
         raise BudgetError('there is no budget to plan for. Give memory="64MB", time="200ms" or flops="20G", or several.')
@@ -133,23 +138,24 @@ def choose_plan(
     resources = tuple(limits)
     known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), **options)
     front = search(known, resources)
-    twin = remove_(copy.deepcopy(model)).train()
-    shrunk = dict(limits)
-    with warnings.catch_warnings():
+    twin = remove_(copy_model(model)).train()
+    allowed = dict(limits)
+    with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
-        for _ in range(8):  # a time as measured may be above what was shared out: the next try allows less
-            for place in front.find_feasible(shrunk):
-                plan = known.make_plan(front.choices[place].tolist(), **options)
-                costs = find_costs(apply_(twin, plan), inputs, limits)
-                if all(costs[kind] <= limit for kind, limit in limits.items()):
-                    gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
-                    choices = tuple(front.choices[place].tolist())
-                    return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, known, front)
-                if TIME in limits and costs[TIME] > limits[TIME]:
-                    shrunk[TIME] *= min(0.95, limits[TIME] / costs[TIME])
-                    break
-            else:
+        for _ in range(TRIES):
+            feasible = front.find_feasible(allowed)
+            if not len(feasible):
                 break
+            place = feasible[0]
+            plan = known.make_plan(front.choices[place].tolist(), **options)
+            costs = find_costs(apply_(twin, plan), inputs, limits)
+            if all(costs[kind] <= limit for kind, limit in limits.items()):
+                gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
+                choices = tuple(front.choices[place].tolist())
+                return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, known, front)
+            # What is measured, time or bytes under autocast, may be above what the survey says: the next try allows less.
+            for kind, limit in limits.items():
+                allowed[kind] *= min(1.0, 0.98 * limit / costs[kind])
     raise BudgetError(explain_least(front, limits))
 
 
@@ -169,36 +175,41 @@ def show_least(kind: str, amount: float) -> str:
 
 def find_costs(model: nn.Module, inputs: tuple[Tensor, ...], limits: Mapping[str, float]) -> dict[str, float]:
     """Return what a model under a plan costs, of each resource with a limit, and the bytes that it holds."""
-    costs = {MEMORY: float(predict_saved_bytes(model, *inputs))}
+    # Shapes know nothing of autocast, under which activations are smaller, and copies of weights are held.
+    find_bytes = measure_saved_bytes if torch.is_autocast_enabled(inputs[0].device.type) else predict_saved_bytes
+    costs = {MEMORY: float(find_bytes(model, *inputs))}
     if FLOPS in limits:
         step = predict_step(model, inputs, sum_outputs)
         costs[FLOPS] = float(step.count(FORWARD) + step.count(BACKWARD))
     if TIME in limits:
-        costs[TIME] = float(np.median([sum(time_step(model, inputs)) for _ in range(3)]))
+        with without_trace(model):
+            costs[TIME] = float(np.median([sum(time_step(model, inputs)) for _ in range(3)]))
     return costs
 
 
 def find_samples(model: nn.Module, sample: Any, batch: int | None) -> tuple[Sequence[Batch], tuple[Tensor, ...]]:
     """Return the batches on which usefulness is measured, and the inputs of a training step."""
-    if isinstance(sample, Tensor):
-        pairs = [(sample, draw_targets(model, sample[:MOST_IMAGES]))]
+    if isinstance(sample, Tensor) and sample.dim() and len(sample):
+        pairs: list[Any] = [(sample, draw_targets(model, sample))]
     elif is_pair(sample) and isinstance(sample[0], Tensor):
         pairs = [sample]
     else:
-        pairs = list(sample)
-    if not pairs or not all(is_pair(pair) and isinstance(pair[0], Tensor) for pair in pairs):
+        pairs = list(sample) if isinstance(sample, Iterable) and not isinstance(sample, Tensor) else []
+    if not pairs or not all(is_pair(p) and isinstance(p[0], Tensor) and p[0].dim() and len(p[0]) for p in pairs):
         raise InputError("the sample is no batch. Give images, a pair (images, targets), or a list of such pairs.")
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise InputError(f"batch is {batch!r}. Give the number of images of a training step, at least 1.")
     images = pairs[0][0]
     count = len(images) if batch is None else batch
     inputs = images[torch.arange(count, device=images.device) % len(images)] if count != len(images) else images
-    return [(x[:MOST_IMAGES], y[:MOST_IMAGES]) for x, y in pairs], (inputs,)
+    whole = any(not isinstance(y, Tensor) or len(y) != len(x) for x, y in pairs)  # targets that we cannot cut
+    return pairs if whole else [(x[:MOST_IMAGES], y[:MOST_IMAGES]) for x, y in pairs], (inputs,)
 
 
 def draw_targets(model: nn.Module, images: Tensor) -> Tensor:
     """Return a class for each image, drawn at random, always the same ones."""
-    with explain_failure(images, "when it is asked for its classes"), on_shapes(model) as (run, _), torch.no_grad():
+    twin = remove_(copy_model(model)).eval()
+    with explain_failure(images, "when it is asked for its classes"), on_shapes(twin) as (run, _), torch.no_grad():
         logits = find_logits(run(to_meta(images)))
     if logits.dim() != 2:
         raise InputError(

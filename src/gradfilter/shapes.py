@@ -23,16 +23,24 @@ def on_shapes(model: nn.Module) -> Iterator[tuple[Callable[..., Any], dict[str, 
     """Yield a function that runs the model on shapes (torch's meta device), and the state it runs with, by name.
 
     A batch that does not fit can be asked about too; the inputs may themselves be meta tensors. Parameters, buffers and
-    statistics of the model are not touched: gradients go to the tensors of the state.
+    statistics of the model are not touched, nor are other attributes: gradients go to the tensors of the state.
     """
     state = {name: to_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    with CpuOperators(), CpuAttention():
-        yield (
-            lambda *inputs: functional_call(
-                model, state, tree_map_only(Tensor, lambda x: x if x.is_meta else to_meta(x), inputs)
-            ),
-            state,
-        )
+    # Some models keep what they make, a grid of positions say, for the next forward: it must not be one without content.
+    kept = [(module, dict(module.__dict__)) for module in model.modules()]
+    for module, attributes in kept:
+        module.__dict__.update({name: to_meta(value) for name, value in attributes.items() if isinstance(value, Tensor)})
+
+    def run(*inputs: Any) -> Any:
+        return functional_call(model, state, tree_map_only(Tensor, lambda x: x if x.is_meta else to_meta(x), inputs))
+
+    try:
+        with torch.device("meta"), CpuOperators(), CpuAttention():  # what the model makes in forward has no content either
+            yield run, state
+    finally:
+        for module, attributes in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
 
 class CpuOperators(TorchDispatchMode):

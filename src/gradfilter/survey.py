@@ -7,7 +7,7 @@ and on a few images, which tells how much of a layer's exact gradient the family
 
 from __future__ import annotations
 
-import copy
+import glob
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
-from gradfilter.fidelity import Batch, Loss, find_gradients, group
+from gradfilter.fidelity import Batch, Loss, find_gradients, group, without_trace
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
-from gradfilter.outputs import explain_failure, sum_outputs
+from gradfilter.outputs import copy_model, explain_failure, sum_outputs
 from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
@@ -84,7 +84,9 @@ class Survey:
     def make_plan(self, choices: Sequence[int], **options: Any) -> Plan:
         """Return the plan of choices: a family for each layer, −1 for not trained; what has no gradient is left out."""
         chosen = zip(self.layers, choices, self.found[:, -1] > 0, strict=True)
-        return Plan({name: self.families[choice] for name, choice, trains in chosen if choice >= 0 and trains}, **options)
+        return Plan(
+            {glob.escape(n): self.families[choice] for n, choice, trains in chosen if choice >= 0 and trains}, **options
+        )
 
 
 def survey(
@@ -105,12 +107,14 @@ def survey(
         resources: Which costs to find.
         options: Of the plan, e.g. `batch_norm="train"`.
     """
-    twin = remove_(copy.deepcopy(model)).train()
-    with warnings.catch_warnings():
+    twin = remove_(copy_model(model)).train()
+    with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
-        with explain_failure(inputs[0], "already without a plan"):
+        check_trainable(twin)
+        apply_(twin, Plan.all(Backward(patch=1), **options))  # for its batch norms: one image has no statistics
+        with explain_failure(inputs[0], "already without gradients"):
             layers = find_order(twin, inputs)
-        families = find_families(twin, inputs)
+            families = find_families(twin, inputs)
         result = measure_gains(twin, layers, families, batches, loss, options)
         for resource in resources:
             result.costs[resource] = COSTS[resource](twin, result, inputs, options)
@@ -122,23 +126,27 @@ def find_order(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     layers = find_layers(model)
     with on_shapes(model) as (run, _), follow(model) as places, torch.no_grad():
         run(*inputs)
-    order = tuple(name for name in dict.fromkeys(places.names) if name in layers)
-    if not any(p.requires_grad for name in order for p in layers[name].parameters()):
+    return tuple(name for name in dict.fromkeys(places.names) if name in layers)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model in which there is nothing to choose from."""
+    if not any(p.requires_grad for layer in find_layers(model).values() for p in layer.parameters()):
         raise PlanError(
-            f"{type(model).__name__} has no Conv2d or Linear layer to train: none runs, or all have requires_grad=False. Call "
-            "model.requires_grad_(True) first."
+            f"{type(model).__name__} has no Conv2d or Linear layer to train: there is none, or all have requires_grad=False. "
+            "Call model.requires_grad_(True) first."
         )
-    return order
 
 
 def find_families(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Backward, ...]:
     """Return the families that differ on this model, from the coarsest to the finest."""
     sizes: set[Pair] = set()
 
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sizes.add((args[0].shape[-2], args[0].shape[-1]))
+    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
+        sizes.add((x.shape[-2], x.shape[-1]))
 
-    handles = [m.register_forward_pre_hook(note) for m in find_layers(model).values() if isinstance(m, Conv)]
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in find_layers(model).values() if isinstance(m, Conv)]
     with on_shapes(model) as (run, _), torch.no_grad():
         run(*inputs)
     for handle in handles:
@@ -213,7 +221,8 @@ def find_time(model: nn.Module, survey: Survey, inputs: tuple[Tensor, ...], opti
     forward = []
     for column, family in enumerate(survey.families):
         apply_(model, Plan.all(family, **options))
-        seconds = [time_step(model, inputs) for _ in range(3)]
+        with without_trace(model):
+            seconds = [time_step(model, inputs) for _ in range(3)]
         forward.append(min(s[0] for s in seconds))
         rate = min(s[1] for s in seconds) / flops.trained[:, column].sum()
         flops.trained[:, column] *= rate

@@ -32,7 +32,10 @@ def parse_amount(kind: str, value: str | float) -> float:
     if match is not None and match[2].lower() not in units:
         known = ", ".join(unit for unit in units if unit)
         raise BudgetError(f"{kind} is {value!r}, and {match[2]!r} is no unit of it. The units are {known}: e.g. {examples}.")
-    amount = float(match[1]) * units[match[2].lower()] if match is not None else float(value)
+    try:
+        amount = float(match[1]) * units[match[2].lower()] if match is not None else float(value)
+    except OverflowError:
+        amount = math.inf
     if not (0 < amount < math.inf):
         raise BudgetError(f"{kind} is {value!r}. A budget is a finite amount above zero, e.g. {examples}.")
     return amount
