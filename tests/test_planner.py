@@ -299,7 +299,7 @@ class Remembering(nn.Module):
 
     def forward(self, x):
         if self.places is None:
-            self.places = torch.linspace(0, 1, x.shape[-1])
+            self.places = torch.linspace(0, 1, x.shape[-1], device=x.device)
         x = F.relu(self.norm(self.parts["a[0]"](input=x + self.places)))
         return self.head(F.relu(self.parts["b*"](x)).mean((2, 3)))
 

@@ -29,13 +29,14 @@ def on_shapes(model: nn.Module) -> Iterator[tuple[Callable[..., Any], dict[str, 
     # Some models keep what they make, a grid of positions say, for the next forward: it must not be one without content.
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     for module, attributes in kept:
-        module.__dict__.update({name: to_meta(value) for name, value in attributes.items() if isinstance(value, Tensor)})
+        tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        module.__dict__.update({name: to_meta(x) for name, x in tensors.items() if x.is_floating_point()})  # indices are read
 
     def run(*inputs: Any) -> Any:
         return functional_call(model, state, tree_map_only(Tensor, lambda x: x if x.is_meta else to_meta(x), inputs))
 
     try:
-        with torch.device("meta"), CpuOperators(), CpuAttention():  # what the model makes in forward has no content either
+        with CpuOperators(), CpuAttention():
             yield run, state
     finally:
         for module, attributes in kept:
