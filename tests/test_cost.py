@@ -248,7 +248,10 @@ def test_command_line_as_the_paper_counts(tmp_path, capsys):
         (["--plan", "most"], "'most' is no plan"),
         (["--batch", "0"], "no batch of images"),
         (["--plan", "last9"], "the last 9 convolutions"),
-        (["--no-measure", "--out", "/dev/null/x"], "cannot write to --out"),
+        (
+            ["--no-measure", "--out", "/dev/null/x"],
+            "--out /dev/null/x cannot be written: Not a directory. Give another folder.",
+        ),
     ],
 )
 def test_command_line_errors_are_one_line(args, message, capsys):

@@ -255,6 +255,8 @@ def test_command_needs_a_budget(capsys):
     assert "there is no budget to plan for. Give --memory 64MB" in capsys.readouterr().err
     assert main(["plan", "--memory", "64 MBs"]) == 2
     assert "'MBs' is no unit" in capsys.readouterr().err
+    assert main(["plan", "--memory", "64MB", "--patch", "2", "--plan", "last4"]) == 2
+    assert "a budget chooses layers and patches itself: drop --patch, --plan." in capsys.readouterr().err
 
 
 def test_train_within_a_budget_and_go_on(photos, tmp_path, quick, monkeypatch):

@@ -10,17 +10,13 @@ from torch import Tensor, nn
 
 from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
+from gradfilter.cli.common import add_model_and_plan
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.models import find_info, make_model
 from gradfilter.outputs import explain_failure, find_outputs
 from gradfilter.plan import Plan
-
-MODEL_HELP = (
-    "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
-    "for a function of your own that takes no arguments and returns the model"
-)
 
 
 def run(argv: list[str]) -> int:
@@ -31,20 +27,9 @@ def run(argv: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Say what `gradfilter check` takes."""
     parser = argparse.ArgumentParser(prog="gradfilter check", description=run.__doc__)
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--patch", type=int, metavar="N", help="side of a patch in pixels of each layer's map; overrides the plan's"
-    )
-    size.add_argument(
-        "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
-    )
+    add_model_and_plan(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="side of the grid of tokens: filters Linear layers on tokens")
     parser.add_argument("--verify", action="store_true", help="also compare all gradients with torch's own: float64, patch 1")
-    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
     parser.add_argument("--resolution", type=int, metavar="N", help="side of the random images (default: the model's own)")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="number of random images (default: 2)")
     return parser

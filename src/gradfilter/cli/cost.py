@@ -11,10 +11,10 @@ import torch
 
 from gradfilter.accounting import PaperCost, count_as_paper
 from gradfilter.apply import apply_
-from gradfilter.cli.check import MODEL_HELP
+from gradfilter.cli.common import add_model_and_plan, writing_to
 from gradfilter.cost import Cost, cost
 from gradfilter.environment import find_environment
-from gradfilter.errors import InputError, SettingsError
+from gradfilter.errors import InputError
 from gradfilter.files import replace_file
 from gradfilter.models import find_info, make_model
 from gradfilter.plan import Plan
@@ -41,18 +41,7 @@ def run(argv: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Say what `gradfilter cost` takes."""
     parser = argparse.ArgumentParser(prog="gradfilter cost", description=run.__doc__)
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--patch", type=int, metavar="N", help="side of a patch in pixels of each layer's map; overrides the plan's"
-    )
-    size.add_argument(
-        "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
-    )
-    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
+    add_model_and_plan(parser)
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="images per step (default: 32)")
     parser.add_argument("--resolution", type=int, metavar="N", help="side of the images (default: the model's own)")
     parser.add_argument("--no-measure", action="store_true", help="predict from shapes alone, in seconds; no step is run")
@@ -85,11 +74,6 @@ def measure(args: argparse.Namespace) -> Cost | PaperCost:
 def save(table: Table, found: Cost | PaperCost, folder: Path) -> None:
     """Write the table, and all numbers."""
     data = {**table.to_dict(), "environment": find_environment(), "cost": to_plain(dataclasses.asdict(found))}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
         replace_file(folder / "cost.md", table.to_markdown())
         replace_file(folder / "cost.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise SettingsError(
-            f"cannot write to --out {str(folder)!r}: {error.strerror or error}. Give another folder."
-        ) from error

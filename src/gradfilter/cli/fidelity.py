@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from gradfilter.cli.screen import make_screen
+from gradfilter.cli.common import watching, writing_to
 from gradfilter.cli.train import parse
 from gradfilter.errors import SettingsError
 from gradfilter.fidelity import Fidelity, fidelity
 from gradfilter.files import replace_file
 from gradfilter.models.extras import import_extra
-from gradfilter.outputs import find_logits
 from gradfilter.report.fidelity import make_fidelity_picture
-from gradfilter.train.job import choose_images, fill_in, make_fabric, make_feeds, make_trained_model
+from gradfilter.train.job import choose_images, fill_in, make_fabric, make_feeds, make_loss, make_trained_model
 from gradfilter.train.settings import Settings
 from gradfilter.train.watch import Watch
 
@@ -35,15 +28,10 @@ def run(argv: list[str]) -> int:
     if settings.exact:
         raise SettingsError("--exact leaves nothing to compare: drop it, and give a plan, --patch or --grid.")
     if args.out is not None:
-        make_folder(args.out)
-    logging.getLogger("lightning").setLevel(logging.WARNING)  # its greeting
-    screen = make_screen(sys.stderr)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            found = measure(settings, args.batches, screen)
-    finally:
-        screen.close()
+        with writing_to(args.out):  # before anything is measured
+            pass
+    with watching() as screen:
+        found = measure(settings, args.batches, screen)
     print(found)
     if args.out is not None:
         save(found, settings, args.out)
@@ -75,12 +63,8 @@ def measure(settings: Settings, batches: int, watch: Watch) -> Fidelity:
     data = choose_images(settings, watch, None)
     model = make_trained_model(settings, plan, data.train).to(fabric.device)
     feed, _ = make_feeds(settings, data, model, fabric.device)
-
-    def loss(outputs: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
-
     with fabric.autocast():
-        return fidelity(model, feed.first(batches), loss)
+        return fidelity(model, feed.first(batches), make_loss(settings))
 
 
 def save(found: Fidelity, settings: Settings, folder: Path) -> None:
@@ -90,21 +74,6 @@ def save(found: Fidelity, settings: Settings, folder: Path) -> None:
     picture = make_fidelity_picture(found, title)
     table = found.to_table()
     table.title = f"{table.title}: {title}"
-    try:
+    with writing_to(folder):
         table.save(folder / "fidelity")
         replace_file(folder / "fidelity.png", picture)
-    except OSError as error:
-        raise SettingsError(explain(folder, error)) from error
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder to write to, before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(explain(folder, error)) from error
-
-
-def explain(folder: Path, error: OSError) -> str:
-    """Return the error text for a folder that cannot be written."""
-    return f"--out {folder} cannot be written: {error.strerror or error}. Give another folder."

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-import warnings
 from pathlib import Path
 
 import torch
 
-from gradfilter.cli.screen import make_screen
+from gradfilter.cli.common import watching, writing_to
 from gradfilter.cli.train import parse
 from gradfilter.errors import BudgetError, SettingsError
 from gradfilter.files import replace_file
@@ -32,15 +29,14 @@ def run(argv: list[str]) -> int:
     for kind, value in budgets.items():
         parse_amount(kind, value)  # before anything is loaded
     settings = fill_in(parse(rest))
-    logging.getLogger("lightning").setLevel(logging.WARNING)  # its greeting
+    if given := settings.find_plan_flags():
+        raise SettingsError(f"a budget chooses layers and patches itself: drop {', '.join(given)}.")
     import_extra("matplotlib", "gradfilter plan")
-    screen = make_screen(sys.stderr)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            chosen = choose(settings, budgets, screen)
-    finally:
-        screen.close()
+    if args.out is not None:
+        with writing_to(args.out):  # before anything is measured
+            pass
+    with watching() as screen:
+        chosen = choose(settings, budgets, screen)
     print(chosen)
     if args.out is None:
         print("--out FOLDER keeps the plan, for 'gradfilter train --plan FOLDER/plan.yaml'.")
@@ -80,12 +76,7 @@ def choose(settings: Settings, budgets: dict[str, str], watch: Watch) -> Chosen:
 
 def save(chosen: Chosen, settings: Settings, folder: Path) -> None:
     """Write the plan, the table and the picture."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
         chosen.plan.save(folder / "plan.yaml")
         chosen.to_table().save(folder / "plan")
-        replace_file(folder / "plan.png", make_front_picture(chosen, f"{settings.model} on {settings.data}"))
-    except OSError as error:
-        raise SettingsError(
-            f"cannot write to --out {str(folder)!r}: {error.strerror or error}. Give another folder."
-        ) from error
+        replace_file(folder / "plan.png", make_front_picture(chosen, f"{settings.model} on {Path(settings.data).name}"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradfilter.apply import apply_, find_applied, freeze_
 from gradfilter.data import Data, ImageSet, load_data, make_transforms
 from gradfilter.errors import SettingsError
+from gradfilter.fidelity import Loss
 from gradfilter.files import remove_drafts
 from gradfilter.models import find_info, make_model
 from gradfilter.models.extras import import_extra
@@ -252,13 +253,18 @@ def choose_plan_for(
 ) -> Chosen:
     """Choose a plan on the first training batches, for budgets of a training step."""
     feed, _ = make_feeds(settings, data, model, fabric.device)
+    options = {"batch_norm": settings.batch_norm} if settings.batch_norm else {}
+    with fabric.autocast():
+        return choose_plan(model, list(feed.first(SURVEYED)), make_loss(settings), budgets, settings.batch, **options)
+
+
+def make_loss(settings: Settings) -> Loss:
+    """Return the loss that is trained on, from a model's outputs and labels."""
 
     def loss(outputs: Any, labels: Tensor) -> Tensor:
         return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
 
-    options = {"batch_norm": settings.batch_norm} if settings.batch_norm else {}
-    with fabric.autocast():
-        return choose_plan(model, list(feed.first(SURVEYED)), loss, budgets, settings.batch, **options)
+    return loss
 
 
 def make_fabric(settings: Settings, folder: Path) -> Any:

@@ -201,10 +201,14 @@ class Settings:
             parse_amount("memory", self.memory)
         except BudgetError as error:
             return [f"--{str(error).removesuffix('.')}"]
+        both = self.find_plan_flags()
+        return [f"--memory {self.memory} chooses layers and patches itself: drop {', '.join(both)}"] if both else []
+
+    def find_plan_flags(self) -> list[str]:
+        """List the flags that are given and choose a plan."""
         given = {"--patch": self.patch, "--grid": self.grid, "--kernel": self.kernel, "--exact": self.exact or None}
         given["--plan"] = None if self.plan == "all" else self.plan
-        both = [flag for flag, value in given.items() if value is not None]
-        return [f"--memory {self.memory} chooses layers and patches itself: drop {', '.join(both)}"] if both else []
+        return [flag for flag, value in given.items() if value is not None]
 
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""

@@ -1,0 +1,59 @@
+"""What several commands share: flags, a quiet screen, folders to write to."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gradfilter.cli.screen import make_screen
+from gradfilter.errors import SettingsError
+from gradfilter.train.watch import Watch
+
+MODEL_HELP = (
+    "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
+    "for a function of your own that takes no arguments and returns the model"
+)
+
+
+def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a model and a plan."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--patch", type=int, metavar="N", help="side of a patch in pixels of each layer's map; overrides the plan's"
+    )
+    size.add_argument(
+        "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
+    )
+    parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Yield a screen that is told what happens, with Lightning's own greetings off it."""
+    logging.getLogger("lightning").setLevel(logging.WARNING)
+    screen = make_screen(sys.stderr)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield screen
+    finally:
+        screen.close()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make the folder of --out; say so where it, or what is written to it inside, cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise SettingsError(f"--out {folder} cannot be written: {error.strerror or error}. Give another folder.") from error
