@@ -167,7 +167,7 @@ def test_yaml_written_by_hand():
     ("text", "says"),
     [
         ("layers: {fc: {patch: 2}}\nlayer: {}", "batch_norm, layers, rest"),
-        ("layers: {fc: {radius: 2}}", "'fc'.*grid, kernel, patch"),
+        ("layers: {fc: {radius: 2}}", "'fc'.*grid, keep, kernel, patch"),
         ("layers: {fc: 2}", "'fc'.*mapping"),
         ("layers: {fc: [2]}", "'fc'.*mapping"),
         ("layers: {fc: {patch: 0}}", "patch=0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.errors import ExitWarning, InputError, PlanError
+from gradfilter.keep import State
 from gradfilter.patches import MAP, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
@@ -153,6 +154,7 @@ class PlannedLayer(Hook):
     backward: Backward
     choices: Choices | None = None
     images: dict[Pair, Pair] = field(default_factory=dict)
+    state: State = field(default_factory=State)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,7 +214,8 @@ class PlannedLayer(Hook):
         tiling = self.backward.make_tiling(image or self.images.get(size, size))
         region = x.choices.region if live else self.layer
         if self.choices is None or self.choices.tiling != tiling or self.choices.region != region:
-            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log, region)
+            keep = self.backward.keep
+            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log, region, keep, self.state)
         return self.choices
 
     def check(self, module: nn.Module, x: Tensor) -> None:
@@ -241,6 +244,11 @@ class PlannedLayer(Hook):
             raise InputError(
                 f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "
                 "numbers: convert the images first, e.g. x.float() / 255."
+            )
+        if is_traced() and not self.backward.keep.traceable:
+            raise InputError(
+                f"layer '{self.layer}' keeps its input as '{self.backward.keep}', which reads values or remembers some: no "
+                "graph of it can be recorded. Use full, bfloat16 or int8:nearest there."
             )
 
 
@@ -304,7 +312,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     applied = freeze(model, plan, is_exact=False)
     WholeModel(applied).attach(model)
     for name, backward in (*applied.resolved.convs.items(), *applied.resolved.linears.items()):
-        PlannedLayer(applied, name, backward).attach(model.get_submodule(name))
+        PlannedLayer(applied, name, backward, state=State(name)).attach(model.get_submodule(name))
     return model
 
 
@@ -366,6 +374,44 @@ def exactly(applied: Applied) -> Iterator[None]:
 def find_hooks(module: nn.Module) -> list[Hook]:
     """List what `apply_` has left on one module."""
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
+
+
+def find_states(model: nn.Module) -> dict[str, State]:
+    """Return what the keeps of a model under a plan remember, by layer."""
+    planned = [hook for module in model.modules() for hook in find_hooks(module) if isinstance(hook, PlannedLayer)]
+    return {hook.layer: hook.state for hook in planned}
+
+
+def keep_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the keeps of a model under a plan remember (bases, calibrated ranks, counters), by name.
+
+    It is no part of the model's state_dict: save it beside that, and give it back with `load_keep_state_`.
+    """
+    return {f"{layer}.{name}": x for layer, state in find_states(model).items() for name, x in state.tensors.items()}
+
+
+def load_keep_state_(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Let the keeps of a model under a plan go on from what `keep_state` returned; what they remembered is forgotten.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: The tensors belong to layers that the model's plan does not have; nothing is changed.
+    """
+    states = find_states(model)
+    found: dict[str, dict[str, Tensor]] = {layer: {} for layer in states}
+    for key, tensor in tensors.items():
+        layer, _, name = key.rpartition(".")
+        if layer not in found:
+            raise PlanError(
+                f"the state of a keep is of layer '{layer}', which the plan of this {type(model).__name__} does not name. "
+                "Apply the plan with which it was saved first."
+            )
+        found[layer][name] = tensor
+    for layer, state in states.items():
+        state.tensors = found[layer]
+    return model
 
 
 def check_not_nested(model: nn.Module, applied: Applied | None) -> None:

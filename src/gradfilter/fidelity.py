@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfilter.apply import PlannedLayer, exactly, find_applied, find_hooks
+from gradfilter.apply import PlannedLayer, exactly, find_applied, find_hooks, find_states
 from gradfilter.errors import GradFilterError, InputError
 from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.patches import Pair, Tiling
@@ -352,10 +352,11 @@ def explain_loss(outputs: Any, targets: Any) -> Iterator[None]:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Let a model run on copies of its buffers and from a fixed seed; buffers, modes and random state are as before then."""
+    """Let a model run on copies of its buffers and from a fixed seed; these, modes, keeps and random state are as before then."""
     modules = list(model.modules())
     modes, buffers = [m.training for m in modules], [dict(m._buffers) for m in modules]
     copies: dict[Tensor, Tensor] = {}  # buffers may be shared
+    states = [(state, dict(state.tensors)) for state in find_states(model).values()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         for module in modules:
@@ -373,3 +374,5 @@ def without_trace(model: nn.Module) -> Iterator[None]:
             module.training = mode
             module._buffers.clear()
             module._buffers.update(own)
+        for state, tensors in states:
+            state.tensors = tensors

@@ -18,6 +18,7 @@ from torch import nn
 
 from gradfilter.errors import PlanError
 from gradfilter.files import replace_file
+from gradfilter.keep import FULL, Keep, parse_keep
 from gradfilter.patches import Pair, Tiling, make_pair
 
 DEFAULT_GRID = 4
@@ -39,12 +40,14 @@ class Backward:
         tokens: Size of the grid of tokens, a side or `(h, w)`: filters the Linear layers of vision transformers and mixers,
             which see tokens [N, L, C] or maps [N, H, W, C]. Up to `MOST_PREFIX` tokens in front of the grid (a class token)
             are patches by themselves. Without it a Linear layer is filtered inside a region that a convolution has entered.
+        keep: How the layer's (pooled) input is held until backward, or its name: "int8", "hosvd:0.8".
     """
 
     patch: int | Pair | None = None
     grid: int | Pair | None = None
     kernel: Literal["lift", "lumped"] = "lift"
     tokens: int | Pair | None = None
+    keep: Keep = FULL
 
     def __post_init__(self) -> None:
         """Check the choices, and fill in the default grid."""
@@ -59,6 +62,7 @@ class Backward:
                 object.__setattr__(self, name, check_size(name, value))
         if self.kernel not in ("lift", "lumped"):
             raise PlanError(f"Backward got kernel={self.kernel!r}. The kernels are 'lift' and 'lumped'.")
+        object.__setattr__(self, "keep", parse_keep(self.keep))
 
     def make_tiling(self, image: Pair) -> Tiling:
         """Return how maps are cut in a network that sees inputs of size `image`."""
@@ -71,7 +75,8 @@ class Backward:
         """Return the choices as a user would write them."""
         size = f"patch {self.patch}" if self.patch is not None else f"grid {self.grid}"
         size += f" tokens {self.tokens}" if self.tokens is not None else ""
-        return size if self.kernel == "lift" else f"{size} {self.kernel}"
+        size = size if self.kernel == "lift" else f"{size} {self.kernel}"
+        return size if self.keep == FULL else f"{size} {self.keep}"
 
 
 def check_size(name: str, value: Any) -> int | Pair:
@@ -191,12 +196,13 @@ def backward_to_dict(backward: Backward) -> dict[str, Any]:
     """Return a `Backward` as plain data, defaults left out."""
     data = {key: getattr(backward, key) for key in ("patch", "grid", "tokens")}
     data = {key: list(value) if isinstance(value, tuple) else value for key, value in data.items() if value is not None}
-    return data if backward.kernel == "lift" else {**data, "kernel": backward.kernel}
+    data |= {} if backward.kernel == "lift" else {"kernel": backward.kernel}
+    return data | ({} if backward.keep == FULL else {"keep": str(backward.keep)})
 
 
 def backward_from_dict(pattern: Any, choices: Any) -> Backward:
     """Return a `Backward` from plain data."""
-    known = {"patch", "grid", "kernel", "tokens"}
+    known = {"patch", "grid", "kernel", "tokens", "keep"}
     if not isinstance(choices, (dict, type(None))) or set(choices or {}) - known:
         raise PlanError(
             f"plan pattern {pattern!r} has the choices {choices!r}. Give a mapping with {', '.join(sorted(known))}."

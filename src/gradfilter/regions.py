@@ -11,6 +11,7 @@ from typing import Any
 from torch.overrides import resolve_name
 
 from gradfilter.errors import ExitWarning
+from gradfilter.keep import FULL, Keep, State
 from gradfilter.patches import Tiling
 
 EXPECTED = "expected"
@@ -84,6 +85,8 @@ class Choices:
         kernel: "lift" or "lumped".
         log: Where exits are recorded.
         region: The layer at which the region was entered.
+        keep: How the inputs of layers are held until backward.
+        state: What the keep remembers.
     """
 
     layer: str
@@ -91,6 +94,8 @@ class Choices:
     kernel: str = "lift"
     log: Log = field(default_factory=Log, compare=False, repr=False)
     region: str = field(default="", compare=False)
+    keep: Keep = FULL
+    state: State = field(default_factory=State, compare=False, repr=False)
 
     @property
     def rank(self) -> int:

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter import patches
+from gradfilter.keep import Kept
+from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
 from gradfilter.tensor import PatchTensor, coarse, is_live, make_carrier, mean, pixels, rule, wrap
 
 
-def keep_input(x: PatchTensor, geometry: Geometry) -> Tensor:
+def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
     """Return what backward needs of the layer's input to give the weight gradient.
 
     The patch means x̄ [N, Ci, H', W']; for a pointwise kernel the means of the pixels that are read, at the output's
@@ -52,16 +54,16 @@ class Conv(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, kept: Tensor | None, geometry: Geometry, y: Tensor
+        ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, kept: Kept | None, geometry: Geometry, y: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(kept, w if ctx.needs_input_grad[0] else None)
+        save(ctx, [kept], w if ctx.needs_input_grad[0] else None)
         ctx.geometry, ctx.w_shape = geometry, w.shape
         return make_carrier((*y.shape[:2], *geometry.out_cells), y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        kept, w = ctx.saved_tensors
+        kept, w = load(ctx)
         w = orient(g.new_empty(()).expand(ctx.w_shape) if w is None else w.to(g.dtype), ctx.geometry)
         gx, gw = conv_gradients(g, kept, w, ctx.geometry, need_gx=ctx.needs_input_grad[0])
         gb = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
@@ -74,7 +76,7 @@ class ConvOrigin(NamedTuple):
     carrier: Tensor
     w: Tensor
     b: Tensor | None
-    kept: Tensor | None
+    kept: Kept | None
     geometry: Geometry
 
 
@@ -98,18 +100,18 @@ class ConvNorm(Function):
         mu: Tensor,
         var: Tensor,
         eps: float,
-        kept: Tensor | None,
+        kept: Kept | None,
         geometry: Geometry,
         y: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(kept, w, b, gamma, mu, var)
+        save(ctx, [kept], w, b, gamma, mu, var)
         ctx.geometry, ctx.eps = geometry, eps
         return make_carrier((*y.shape[:2], *geometry.out_cells), y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        kept, w, b, gamma, mu, var = ctx.saved_tensors
+        kept, w, b, gamma, mu, var = load(ctx)
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
         w = orient(w, ctx.geometry)
         sigma = (var + ctx.eps).sqrt()
@@ -199,7 +201,7 @@ def finish_conv(
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
-            kept = keep_input(read, geometry).to(y.dtype)
+            kept = x.choices.keep.compress(pool_input(read, geometry).to(y.dtype), x.choices.state)
     carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     if not carrier.requires_grad:
         return y

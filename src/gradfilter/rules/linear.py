@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.keep import Kept, Tucker
+from gradfilter.keep.base import load, save
+from gradfilter.keep.contract import contract
 from gradfilter.patches import Layout, count_cells
 from gradfilter.rules.functions import find_functions
 from gradfilter.tensor import (
@@ -31,6 +34,31 @@ from gradfilter.tensor import (
 EXPECTED_EXITS.update({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 
 
+def keep_mean(x: PatchTensor, y: Tensor, channels: int) -> Kept:
+    """Return what is held of the patch means of x, in the precision of the result."""
+    return x.choices.keep.compress(mean(x).to(y.dtype), x.choices.state, channels)
+
+
+def outer(g: Tensor, kept: Tensor | Tucker) -> Tensor:
+    """Return Σ Gᵀ x̄ over all patches: the gradient of a matrix that maps the last axis."""
+    if isinstance(kept, Tucker):
+        batch = string.ascii_lowercase[: g.dim() - 1]
+        return multiply_kept(g, f"{batch}y", kept, f"{batch}x", "yx")
+    return g.reshape(-1, g.shape[-1]).t() @ kept.reshape(-1, kept.shape[-1])
+
+
+def multiply_kept(g: Tensor, g_term: str, kept: Tensor | Tucker, x_term: str, result: str) -> Tensor:
+    """Return einsum(g, x → result) of what was kept of x."""
+    if not isinstance(kept, Tucker):
+        return torch.einsum(f"{g_term},{x_term}->{result}", g, kept)
+    letters = dict(
+        zip(dict.fromkeys(x_term + g_term + result), string.ascii_lowercase, strict=False)
+    )  # a user's may be capitals
+    x_term, g_term, result = ("".join(letters[label] for label in term) for term in (x_term, g_term, result))
+    terms, tensors = kept.spell(x_term)
+    return contract([g_term, *terms], [g, *tensors], result)
+
+
 class Linear(Function):
     """Carry a gradient back through a linear map of the last axis.
 
@@ -40,20 +68,20 @@ class Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, x_bar: Tensor | None, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x_bar, w if ctx.needs_input_grad[0] else None)
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, kept: Kept | None, y: Tensor) -> Tensor:
+        save(ctx, [kept], w if ctx.needs_input_grad[0] else None)
         return make_carrier((*carrier.shape[:-1], y.shape[-1]), y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_bar, w = ctx.saved_tensors
+        kept, w = load(ctx)
         gx = gw = gb = None
         rows = g.reshape(-1, g.shape[-1])
         if w is not None:
             gx = (rows @ w.to(g.dtype)).reshape(*g.shape[:-1], w.shape[1])
-        if x_bar is not None:
-            gw = rows.t() @ x_bar.reshape(-1, x_bar.shape[-1])
+        if kept is not None:
+            gw = outer(g, kept)
         if ctx.needs_input_grad[2]:
             gb = rows.sum(0)
         return gx, gw, gb, None, None
@@ -71,8 +99,8 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
         return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), weight, bias)
-        x_bar = mean(x).to(y.dtype) if weight.requires_grad else None
-    return finish(x, y, Linear.apply(x.carrier, weight, bias, x_bar, y))  # type: ignore[arg-type]
+        kept = keep_mean(x, y, x.dim() - 1) if weight.requires_grad else None
+    return finish(x, y, Linear.apply(x.carrier, weight, bias, kept, y))  # type: ignore[arg-type]
 
 
 @rule(*find_functions("matmul", "__matmul__", "bmm", inplace=False), any_layout=True)
@@ -99,8 +127,8 @@ class Einsum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, w: Tensor, x_bar: Tensor | None, terms: tuple[str, str, str], y: Tensor) -> Tensor:
-        ctx.save_for_backward(x_bar, w if ctx.needs_input_grad[0] else None)
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, kept: Kept | None, terms: tuple[str, str, str], y: Tensor) -> Tensor:
+        save(ctx, [kept], w if ctx.needs_input_grad[0] else None)
         ctx.terms = terms
         sizes = {**dict(zip(terms[1], w.shape, strict=True)), **dict(zip(terms[0], carrier.shape, strict=True))}
         return make_carrier([sizes[label] for label in terms[2]], y)
@@ -108,10 +136,10 @@ class Einsum(Function):
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_bar, w = ctx.saved_tensors
+        kept, w = load(ctx)
         x_term, w_term, y_term = ctx.terms
         gx = None if w is None else torch.einsum(f"{y_term},{w_term}->{x_term}", g, w.to(g.dtype))
-        gw = None if x_bar is None else torch.einsum(f"{y_term},{x_term}->{w_term}", g, x_bar)
+        gw = None if kept is None else multiply_kept(g, y_term, kept, x_term, w_term)
         return gx, gw, None, None, None
 
 
@@ -143,9 +171,9 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # one of the two is broadcast
     with torch.no_grad():
         y = func(equation, *(pixels(v) for v in operands))
-        x_bar = mean(x).to(y.dtype) if w.requires_grad else None
+        kept = keep_mean(x, y, x_term.index((set(x_term) & set(w_term)).pop())) if w.requires_grad else None
     layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
     assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
-    carrier: Tensor = Einsum.apply(x.carrier, w, x_bar, (x_term, w_term, y_term), y)  # type: ignore[assignment]
+    carrier: Tensor = Einsum.apply(x.carrier, w, kept, (x_term, w_term, y_term), y)  # type: ignore[assignment]
     assert list(carrier.shape) == layout.resize(y.shape, count_cells(spatial_size(x), x.patch))
     return wrap(y, carrier, x.patch, x.choices, layout=layout)

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter import patches
+from gradfilter.keep import Tucker
+from gradfilter.keep.contract import contract, find_order, find_sizes
+from gradfilter.keep.tucker import times
 from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, count_cells, to_tensor
 from gradfilter.tensor import is_traced
 
@@ -106,7 +109,7 @@ make_geometry = lru_cache(maxsize=4096)(Geometry)
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
-def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, *, need_gx: bool) -> Gradients:
+def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry: Geometry, *, need_gx: bool) -> Gradients:
     """Return gx [N, Ci, H', W'] and gw [Co, Ci/groups, kh, kw] of the coarse twin.
 
     Equation: with T the tap matrices (design §2, Galerkin projection of the convolution onto patch-constant maps),
@@ -122,6 +125,9 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
         geometry: The convolution.
         need_gx: Whether the gradient of the input is asked for.
     """
+    if isinstance(kept, Tucker):
+        gx = conv_gradients(g, None, w, geometry, need_gx=True)[0] if need_gx else None
+        return gx, compressed_gradient(g, kept, w, geometry)
     if geometry.is_single_tap:
         return single_tap_gradients(g, kept, w, geometry, need_gx)
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
@@ -132,6 +138,64 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
     if geometry.is_small and depthwise:
         return depthwise_gradients(g, kept, w, geometry, need_gx)
     return separable_gradients(g, kept, w, geometry, need_gx)
+
+
+def compressed_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
+    """Return gw [Co, Ci/groups, kh, kw] from core and bases of the input, which is not rebuilt.
+
+    Equation: with x̄ = core × U_N × U_C × U_H × U_W,
+        gw[o,c,u,v] = Σ G[n,o,i,j] · U_N[n,a] · U_C[c,b] · (T_u U_H)[i,p] · (T_v U_W)[j,q] · core[a,b,p,q].
+    Cost: that of the cheaper of two ways. All at once, two operands at a time in the best order; or with rows and columns whole
+    again, as the gradient of a convolution of a few images (the rank of the batch) with a few channels (their rank).
+    """
+    operands, result = spell_gradient(g, kept, w, geometry)
+    terms, tensors = tuple(operands), tuple(operands.values())
+    if not geometry.is_single_tap:
+        products, _ = find_order(terms, result, find_sizes(terms, tensors))
+        channels = kept.core.shape[1] if geometry.groups == 1 else w.shape[1]
+        taps = math.prod((*geometry.out_cells, *w.shape[2:]))
+        if kept.bases[2:] == (None, None) or products > len(kept.core) * len(w) * channels * taps:
+            return convolved_gradient(g, kept.expand((2, 3)), w, geometry)
+    gw = contract(terms, tensors, result)
+    gw = gw[..., None, None] if geometry.is_single_tap else gw
+    return gw.reshape(*w.shape[:2], *gw.shape[3:]).expand_as(w)
+
+
+def spell_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> tuple[dict[str, Tensor], str]:
+    """Return gw as one contraction: its operands by the labels of their axes, and the labels of the result.
+
+    Groups are a label of their own, z, so that depthwise kernels take no detour through dense ones. Capitals are ranks.
+    """
+    groups, (basis_n, basis_c, *spatial), core = geometry.groups, kept.bases, kept.core
+    operands, labels = {"nzoij": g.unflatten(1, (groups, -1))}, "n"
+    if basis_n is not None:
+        operands["nN"], labels = basis_n, "N"
+    if basis_c is not None:
+        operands["zcC"], labels = basis_c.unflatten(0, (groups, -1)), labels + "C"
+    else:
+        core, labels = core.unflatten(1, (groups, -1)), labels + "zc"
+    for basis, out, tap, matrix in zip(spatial, "ij", "uv", geometry.taps, strict=True):
+        rank = out.upper()
+        if not geometry.is_single_tap:
+            taps = to_tensor(matrix, g)
+            operands[tap + out + rank] = taps if basis is None else taps @ basis
+        elif basis is not None:
+            operands[out + rank] = basis
+        labels += out if geometry.is_single_tap and basis is None else rank
+    return {**operands, labels: core}, "zoc" if geometry.is_single_tap else "zocuv"
+
+
+def convolved_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
+    """Return gw where rows and columns are whole: by way of the images and channels of the core."""
+    basis_n, basis_c, _, _ = kept.bases
+    g = g if basis_n is None else times(g, basis_n, 0)
+    if basis_c is None or geometry.groups > 1:
+        core = kept.expand((1,)).core
+        return conv_gradients(g, core, w, geometry, need_gx=False)[1]  # type: ignore[return-value]
+    few = g.new_empty(()).expand(len(w), kept.core.shape[1], *w.shape[2:])
+    gw = conv_gradients(g, kept.core, few, geometry, need_gx=False)[1]
+    assert gw is not None
+    return times(gw, basis_c.t(), 1)
 
 
 def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:

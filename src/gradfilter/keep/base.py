@@ -1,0 +1,134 @@
+"""What a keep is, what it holds, and what it remembers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradfilter.errors import PlanError
+
+KEEPS: dict[str, type[Keep]] = {}
+"""The keeps by name."""
+
+
+class Kept(NamedTuple):
+    """What is held of a tensor.
+
+    Attributes:
+        tensors: What autograd saves.
+        open: From these tensors, in backward, to the tensor itself or to its compressed form.
+    """
+
+    tensors: tuple[Tensor, ...]
+    open: Callable[[Sequence[Tensor]], Any]
+
+
+def hold(x: Tensor) -> Kept:
+    """Return a tensor as it is."""
+    return Kept((x,), take)
+
+
+def take(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a tensor that was held as it is."""
+    return tensors[0]
+
+
+def save(ctx: Any, kept: Sequence[Kept | None], *others: Tensor | None) -> None:
+    """Save what is held of some tensors, and other tensors as they are, for the backward of a function."""
+    ctx.held = [None if entry is None else (len(entry.tensors), entry.open) for entry in kept]
+    ctx.save_for_backward(*(tensor for entry in kept if entry is not None for tensor in entry.tensors), *others)
+
+
+def load(ctx: Any) -> tuple[Any, ...]:
+    """Return what `save` has saved, in its order: tensors, or `Tucker` where they are held compressed."""
+    saved, place, opened = ctx.saved_tensors, 0, []
+    for entry in ctx.held:
+        opened.append(None if entry is None else entry[1](saved[place : place + entry[0]]))
+        place += 0 if entry is None else entry[0]
+    return *opened, *saved[place:]
+
+
+@dataclass
+class State:
+    """What a keep remembers of a layer from step to step. It is copied, pickled and saved with the layer.
+
+    Attributes:
+        layer: The layer's name, from which its random numbers come.
+        tensors: By name. They are replaced, never changed in place: a graph may hold them.
+    """
+
+    layer: str = ""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        """Return a number that goes up by one with each call, from zero."""
+        count = int(self.tensors.get(name, 0))
+        self.tensors[name] = torch.tensor(count + 1)
+        return count
+
+
+@dataclass(frozen=True)
+class Keep(ABC):
+    """A way to hold a tensor until backward.
+
+    Attributes:
+        name: What users call it.
+        traceable: Whether it reads no values of tensors and remembers nothing, so that a graph of it can be recorded.
+    """
+
+    name: ClassVar[str]
+    traceable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Register a keep."""
+        if "name" in cls.__dict__:
+            KEEPS[cls.name] = cls
+
+    @abstractmethod
+    def compress(self, x: Tensor, state: State, channels: int = 1) -> Kept:
+        """Return what to hold of x.
+
+        On shapes alone (torch's meta device) that is of the size that it has for any x, and of the largest it can have where
+        the size depends on x. State is not touched then.
+
+        Args:
+            x: The tensor, without gradient.
+            state: The layer's.
+            channels: The axis of the channels.
+        """
+
+    @property
+    @abstractmethod
+    def around(self) -> Keep:
+        """How other maps that backward needs are held: derivatives of activations, normalised inputs."""
+
+    @property
+    def options(self) -> str:
+        """The options in one word, as `from_options` reads them."""
+        return ""
+
+    @classmethod
+    def from_options(cls, text: str) -> Keep:
+        """Return the keep with options in one word."""
+        if text:
+            raise PlanError(f"keep {cls.name!r} takes no options, but got {text!r}. Write '{cls.name}'.")
+        return cls()
+
+    def __str__(self) -> str:
+        """Return the keep as a user writes it."""
+        return f"{self.name}:{self.options}" if self.options else self.name
+
+
+def parse_keep(value: Any) -> Keep:
+    """Return the keep that a text names, such as "int8", "hosvd:0.8" or "subspace:64KB"."""
+    if isinstance(value, Keep):
+        return value
+    name, _, options = value.strip().partition(":") if isinstance(value, str) else ("", "", "")
+    if name.lower() not in KEEPS:
+        raise PlanError(f"{value!r} is no keep. The keeps are {', '.join(KEEPS)}, with options as in 'hosvd:0.8'.")
+    return KEEPS[name.lower()].from_options(options.strip())

@@ -1,0 +1,189 @@
+"""Tucker decompositions: a tensor as a small core and a basis per mode.
+
+x ≈ core ×₁ U₁ ×₂ U₂ …. A *mode* is an axis; the *unfolding* of a mode is the matrix with that axis as its rows. Its squared singular values are the
+energies of the mode, and the energy that a basis U finds is |Uᵀ·unfolding|².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ranks = tuple[int, ...]
+LEAST_RANDOM = 192
+"""Modes shorter than this are decomposed whole: there is nothing to gain from random directions."""
+SHARE_RANDOM = 8
+"""Random directions are tried for an eighth of a mode: if they do not hold the energy, it is decomposed whole."""
+
+
+@dataclass(frozen=True)
+class Tucker:
+    """A tensor in compressed form.
+
+    Attributes:
+        core: The core, as long in each mode as its rank.
+        bases: For each mode an orthonormal basis [length, rank]; None for a mode that is whole.
+    """
+
+    core: Tensor
+    bases: tuple[Tensor | None, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The core and the bases."""
+        return self.core, *(basis for basis in self.bases if basis is not None)
+
+    def spell(self, labels: str) -> tuple[list[str], list[Tensor]]:
+        """Return core and bases as the operands of a contraction: their labels, and they.
+
+        Args:
+            labels: Lower-case labels of the modes; that of a compressed mode is on its basis, its capital on the core.
+        """
+        has = [basis is not None for basis in self.bases]
+        core = "".join(label.upper() if h else label for label, h in zip(labels, has, strict=True))
+        return [core, *(label + label.upper() for label, h in zip(labels, has, strict=True) if h)], list(self.tensors)
+
+    def expand(self, modes: Sequence[int] | None = None) -> Tucker:
+        """Return the same with some modes, or all, whole again."""
+        core, bases = self.core, list(self.bases)
+        for mode in range(core.dim()) if modes is None else modes:
+            if (basis := bases[mode]) is not None:
+                core, bases[mode] = times(core, basis.t(), mode), None
+        return Tucker(core, tuple(bases))
+
+
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """Return the unfolding of a mode [length, the rest], in single precision at least."""
+    x = x if x.element_size() > 2 else x.float()
+    return x.movedim(mode, 0).reshape(x.shape[mode], -1)
+
+
+def times(x: Tensor, matrix: Tensor, mode: int) -> Tensor:
+    """Return x with each fibre of a mode multiplied from the left by `matrix`ᵀ [length, new length]."""
+    return (x.movedim(mode, -1) @ matrix.to(x.dtype)).movedim(-1, mode)
+
+
+def project(x: Tensor, bases: Sequence[Tensor | None]) -> Tucker:
+    """Return x in given bases: core = x ×₁ U₁ᵀ ×₂ U₂ᵀ …, the mode that shrinks most first."""
+    core = x
+    shrink = {mode: basis.shape[1] / basis.shape[0] for mode, basis in enumerate(bases) if basis is not None}
+    for mode in sorted(shrink, key=lambda mode: shrink[mode]):
+        basis = bases[mode]
+        assert basis is not None
+        core = times(core, basis, mode)
+    return Tucker(core.contiguous(), tuple(None if basis is None else basis.to(x.dtype).contiguous() for basis in bases))
+
+
+def count_numbers(shape: Sequence[int], ranks: Sequence[int]) -> int:
+    """Return how many numbers a core and its bases are; a mode of full rank needs no basis."""
+    return math.prod(ranks) + sum(r * d for r, d in zip(ranks, shape, strict=True) if r < d)
+
+
+def find_rank(energies: Tensor, energy: float) -> int:
+    """Return the smallest rank that finds a share of the energy, all of them for all of it.
+
+    Args:
+        energies: Of each direction, the largest first.
+        energy: The share, in (0, 1].
+    """
+    if energy >= 1:  # a sum that reaches the total early by rounding must not drop any
+        return len(energies)
+    found = energies.double().clamp(min=0).cumsum(0)
+    return min(int((found < energy * found[-1]).sum()) + 1, len(energies))
+
+
+def decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the energies and directions of a mode, the largest first, of the Gram matrix of its unfolding."""
+    energies, directions = torch.linalg.eigh(gram)
+    return energies.flip(0), directions.flip(1)
+
+
+@lru_cache(maxsize=256)
+def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a random matrix, always the same one."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+
+
+def iterate(matrix: Tensor, start: Tensor) -> Tensor:
+    """Return one step of subspace iteration: an orthonormal basis of A·(Aᵀ·U)."""
+    return torch.linalg.qr(matrix @ (matrix.t() @ start)).Q
+
+
+def find_basis(x: Tensor, mode: int, energy: float) -> Tensor | None:
+    """Return a basis [length, rank] that finds a share of the energy of a mode; None where that takes the whole mode.
+
+    The rank is the smallest there is, from the eigenvalues of the Gram matrix of the unfolding A, or of AᵀA where that is the
+    smaller one. On a long mode random directions are tried first (Halko, Martinsson and Tropp 2011, with one step of
+    subspace iteration): the energy that they find is known exactly, so it never is less than was asked for; the rank may be a
+    little above the smallest.
+    """
+    length = x.shape[mode]
+    if energy >= 1 or length == 1:
+        return None
+    matrix = unfold(x, mode)
+    if LEAST_RANDOM <= length <= SHARE_RANDOM * matrix.shape[1]:
+        basis = try_random(matrix, energy)
+        if basis is not None:
+            return basis
+    if matrix.shape[1] < length:
+        energies, directions = decompose(matrix.t() @ matrix)
+        return torch.linalg.qr(matrix @ directions[:, : find_rank(energies, energy)]).Q
+    energies, directions = decompose(matrix @ matrix.t())
+    rank = find_rank(energies, energy)
+    return directions[:, :rank] if rank < length else None
+
+
+def try_random(matrix: Tensor, energy: float) -> Tensor | None:
+    """Return a basis from an eighth as many random directions as a mode is long; None where these do not find the energy."""
+    length = len(matrix)
+    basis = iterate(matrix, draw(length, length // SHARE_RANDOM, matrix.device, matrix.dtype))
+    within = basis.t() @ matrix
+    energies, directions = decompose(within @ within.t())
+    found = energies.double().clamp(min=0).cumsum(0)
+    total = float(matrix.square().sum(dtype=torch.float64))
+    rank = int((found < energy * total).sum()) + 1
+    return basis @ directions[:, :rank] if rank <= len(energies) else None
+
+
+def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks | None:
+    """Return the ranks that lose least energy, summed over modes, while core and bases are at most so many numbers.
+
+    The sum bounds the error of the decomposition: |x − x̂|² ≤ Σ over modes of what is lost (De Lathauwer 2000). Exactly: all
+    ranks of all modes but the longest are tried; that of the longest is then the largest that fits.
+
+    Args:
+        energies: For each mode, the energy of each direction, the largest first.
+        numbers: How many numbers there may be.
+
+    Returns:
+        A rank for each mode; None where even ranks of one do not fit.
+    """
+    shape = [len(values) for values in energies]
+    lost = [np.append(np.cumsum(values[::-1])[::-1][1:], 0.0) for values in energies]  # by rank, from one
+    longest = int(np.argmax(shape))
+    others = [mode for mode in range(len(shape)) if mode != longest]
+    grid = np.meshgrid(*(np.arange(1, shape[mode] + 1) for mode in others), indexing="ij")
+    volume, bases, loss = np.ones(1), np.zeros(1), np.zeros(1)
+    for mode, ranks in zip(others, grid, strict=True):
+        volume = volume * ranks
+        bases = bases + np.where(ranks < shape[mode], ranks * shape[mode], 0)
+        loss = loss + lost[mode][ranks - 1]
+    rest = numbers - bases
+    length = shape[longest]
+    rank = np.floor(rest / (volume + length)).clip(0, length).astype(np.int64)
+    rank = np.where(volume * length <= rest, length, np.minimum(rank, length))  # whole, it needs no basis
+    loss = np.where(rank > 0, loss + lost[longest][np.maximum(rank, 1) - 1], np.inf)
+    best = np.unravel_index(int(np.argmin(loss)), np.broadcast_shapes(loss.shape, rank.shape))
+    if not np.isfinite(np.broadcast_to(loss, np.broadcast_shapes(loss.shape, rank.shape))[best]):
+        return None
+    chosen = dict(zip(others, (int(ranks[best]) for ranks in grid), strict=True))
+    chosen[longest] = int(np.broadcast_to(rank, loss.shape)[best])
+    return tuple(chosen[mode] for mode in range(len(shape)))
