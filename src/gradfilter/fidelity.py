@@ -352,7 +352,7 @@ def explain_loss(outputs: Any, targets: Any) -> Iterator[None]:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Let a model run on copies of its buffers and from a fixed seed; these, modes, keeps and random state are as before then."""
+    """Let a model run on copies of its buffers and from a fixed seed; buffers, modes, keeps and seeds are as before then."""
     modules = list(model.modules())
     modes, buffers = [m.training for m in modules], [dict(m._buffers) for m in modules]
     copies: dict[Tensor, Tensor] = {}  # buffers may be shared

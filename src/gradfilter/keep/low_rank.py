@@ -190,8 +190,8 @@ class Sized(LowRank):
     def parse_size(cls, text: str) -> dict[str, Any]:
         """Return how a word chooses ranks: "8" and "8x32x3x3" are ranks, "0.8" an energy, "64KB" a memory."""
         if RANKS.fullmatch(text):
-            ranks = tuple(map(int, text.split("x")))
-            return {"rank": ranks if len(ranks) > 1 else ranks[0]}
+            ranks = [int(word) for word in text.split("x")]
+            return {"rank": tuple(ranks) if len(ranks) > 1 else ranks[0]}
         try:
             return {"energy": float(text)}
         except ValueError:

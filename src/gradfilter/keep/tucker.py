@@ -1,7 +1,7 @@
 """Tucker decompositions: a tensor as a small core and a basis per mode.
 
-x ≈ core ×₁ U₁ ×₂ U₂ …. A *mode* is an axis; the *unfolding* of a mode is the matrix with that axis as its rows. Its squared singular values are the
-energies of the mode, and the energy that a basis U finds is |Uᵀ·unfolding|².
+x ≈ core ×₁ U₁ ×₂ U₂ … A *mode* is an axis; the *unfolding* of a mode is the matrix with that axis as its rows. Its squared
+singular values are the energies of the mode, and the energy that a basis U finds is |Uᵀ·unfolding|².
 """
 
 from __future__ import annotations
