@@ -383,7 +383,7 @@ def find_states(model: nn.Module) -> dict[str, State]:
 
 
 def keep_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the keeps of a model under a plan remember (bases, calibrated ranks, counters), by name.
+    """Return what the keeps of a model under a plan remember (factors, calibrated ranks, counters), by name.
 
     It is no part of the model's state_dict: save it beside that, and give it back with `load_keep_state_`.
     """

@@ -1,4 +1,4 @@
-"""Keeps that hold a tensor as a core and a basis per mode: SVD, HOSVD, Subspace, Fixed."""
+"""Keeps that hold a tensor as a core and a factor per mode: SVD, HOSVD, Subspace, Fixed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradfilter.keep.tucker import (
     count_numbers,
     decompose,
     draw,
-    find_basis,
+    find_factor,
     find_rank,
     iterate,
     project,
@@ -45,7 +45,7 @@ class LowRank(Keep):
         found = self.decompose(x, state)
         if found is None or sum(tensor.numel() for tensor in found.tensors) >= x.numel():
             return hold(x)
-        return Kept(found.tensors, Reassemble(tuple(basis is not None for basis in found.bases)))
+        return Kept(found.tensors, Reassemble(tuple(factor is not None for factor in found.factors)))
 
     @abstractmethod
     def decompose(self, x: Tensor, state: State) -> Tucker | None:
@@ -58,17 +58,17 @@ class LowRank(Keep):
 
 @dataclass(frozen=True)
 class Reassemble:
-    """Open a tensor that is held as a core and bases.
+    """Open a tensor that is held as a core and factors.
 
     Attributes:
-        has_basis: For each mode, whether it has one.
+        has_factor: For each mode, whether it has one.
     """
 
-    has_basis: tuple[bool, ...]
+    has_factor: tuple[bool, ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tucker:
-        core, *bases = tensors
-        return Tucker(core, tuple(bases.pop(0) if has else None for has in self.has_basis))
+        core, *factors = tensors
+        return Tucker(core, tuple(factors.pop(0) if has else None for has in self.has_factor))
 
 
 def check_energy(name: str, energy: Any) -> float:
@@ -80,13 +80,13 @@ def check_energy(name: str, energy: Any) -> float:
 
 @dataclass(frozen=True)
 class HOSVD(LowRank):
-    """Hold core and bases of the higher-order singular value decomposition that keeps a share of the energy in each mode.
+    """Hold core and factors of the higher-order singular value decomposition that keeps a share of the energy in each mode.
 
     Equation: x̂ = x ×₁ U₁U₁ᵀ ×₂ U₂U₂ᵀ …, U_k the leading left singular vectors of the unfolding of mode k, the fewest with
     Σσ² ≥ ε·Σσ² (HOSVD_ε, "Activation Map Compression through Tensor Decomposition", NeurIPS 2024). So
     |x − x̂|² ≤ (number of modes)·(1 − ε)·|x|², and |gw − ĝw| ≤ |G|·|x − x̂| for a 1×1 kernel or a Linear layer; with K taps √K
     times that.
-    Cost: Π ranks + Σ rank·length numbers, those of `Full` at most; forward a Gram matrix per mode, gw from core and bases.
+    Cost: Π ranks + Σ rank·length numbers, those of `Full` at most; forward a Gram matrix per mode, gw from core and factors.
     Exact when: ε is 1: all ranks are kept.
 
     Attributes:
@@ -110,7 +110,7 @@ class HOSVD(LowRank):
                 decompose(unfold(x, mode) @ unfold(x, mode).t())  # for those who count
             return None
         modes = self.find_modes(x)
-        return project(x, [find_basis(x, mode, self.energy) if mode in modes else None for mode in range(x.dim())])
+        return project(x, [find_factor(x, mode, self.energy) if mode in modes else None for mode in range(x.dim())])
 
     @property
     def options(self) -> str:
@@ -151,7 +151,7 @@ class Sized(LowRank):
     Attributes:
         rank: Rank of each mode, or one for all; never more than a mode is long.
         energy: Share of the energy that each mode is to keep, of the first batch.
-        memory: Bytes that core and bases may take, "64KB": of all ranks that fit, those that lose least energy.
+        memory: Bytes that core and factors may take, "64KB": of all ranks that fit, those that lose least energy.
     """
 
     rank: int | Ranks | None = None
@@ -254,7 +254,7 @@ class Sized(LowRank):
 
 @dataclass(frozen=True)
 class Subspace(Sized):
-    """Hold core and bases that one step of subspace iteration per training step keeps up to date.
+    """Hold core and factors that one step of subspace iteration per training step keeps up to date.
 
     Equation: U_k ← qr(A_k·(A_kᵀ·U_k)), A_k the unfolding of mode k, U_k from the step before; x̂ = x ×₁ U₁U₁ᵀ … (ASI, "Beyond
     Low-rank Decomposition", ICML 2025). Modes are taken one after the other, each of what the ones before have left, the mode
@@ -263,7 +263,7 @@ class Subspace(Sized):
     Exact when: no mode has more directions than its rank.
 
     Attributes:
-        warm_start: Start from the bases of the step before, or from random ones.
+        warm_start: Start from the factors of the step before, or from random ones.
     """
 
     warm_start: bool = True
@@ -273,31 +273,31 @@ class Subspace(Sized):
         if x.is_meta:
             return self.expect(x, state)
         ranks = self.give_ranks(x, state) or self.calibrate(x, state)
-        core, bases = x, list[Tensor | None]([None] * x.dim())
+        core, factors = x, list[Tensor | None]([None] * x.dim())
         for mode in sorted(range(x.dim()), key=lambda mode: ranks[mode] / x.shape[mode]):
             if ranks[mode] < x.shape[mode]:
-                basis = self.find_basis(unfold(core, mode), mode, ranks[mode], state)
-                core, bases[mode] = times(core, basis, mode), basis.to(x.dtype).contiguous()
-        return Tucker(core.contiguous(), tuple(bases))
+                factor = self.find_factor(unfold(core, mode), mode, ranks[mode], state)
+                core, factors[mode] = times(core, factor, mode), factor.to(x.dtype).contiguous()
+        return Tucker(core.contiguous(), tuple(factors))
 
-    def find_basis(self, matrix: Tensor, mode: int, rank: int, state: State) -> Tensor:
-        """Return the basis of a mode: a step from that of the step before, two from random directions."""
-        name, shape = f"basis{mode}", (len(matrix), rank)
+    def find_factor(self, matrix: Tensor, mode: int, rank: int, state: State) -> Tensor:
+        """Return the factor of a mode: a step from that of the step before, two from random directions."""
+        name, shape = f"factor{mode}", (len(matrix), rank)
         start = state.tensors.get(name) if self.warm_start else None
         if start is None or start.shape != shape:  # another size of batch or image
             start = iterate(matrix, draw(*shape, matrix.device, matrix.dtype))
-        basis = iterate(matrix, start.to(matrix))
+        factor = iterate(matrix, start.to(matrix))
         if self.warm_start:
-            state.tensors[name] = basis
-        return basis
+            state.tensors[name] = factor
+        return factor
 
     def calibrate(self, x: Tensor, state: State) -> Ranks:
-        """Choose ranks by the spectra of x, and remember them and the bases."""
+        """Choose ranks by the spectra of x, and remember them and the factors."""
         found = {mode: decompose(unfold(x, mode) @ unfold(x, mode).t()) for mode in self.find_modes(x)}
         ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
         state.tensors[RANKS_CHOSEN] = torch.tensor(ranks)
         if self.warm_start:
-            state.tensors.update({f"basis{mode}": v[:, : ranks[mode]].contiguous() for mode, (_, v) in found.items()})
+            state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].contiguous() for mode, (_, v) in found.items()})
         return ranks
 
     @property
@@ -317,12 +317,12 @@ class Subspace(Sized):
 
 @dataclass(frozen=True)
 class Fixed(Sized):
-    """Hold the core in bases that were calibrated on the first batches and never change.
+    """Hold the core in factors that were calibrated on the first batches and never change.
 
     Equation: x̂ = x ×₂ U₂U₂ᵀ ×₃ U₃U₃ᵀ …, U_k the leading eigenvectors of Σ A_k·A_kᵀ over the calibration batches, A_k the
     unfolding of mode k (LANCE, arXiv 2509.21617). The batch is not compressed: the next one has other images. Over the
     calibration batches |x − x̂|² ≤ (number of compressed modes)·(1 − ε)·|x|²; of later ones nothing is promised.
-    Cost: N·Π ranks numbers, and the bases Σ rank·length, which every step shares; forward one product per mode.
+    Cost: N·Π ranks numbers, and the factors Σ rank·length, which every step shares; forward one product per mode.
     Exact when: no mode has more directions than its rank.
 
     Attributes:
@@ -349,18 +349,18 @@ class Fixed(Sized):
             self.calibrate(x, state)
         ranks = self.give_ranks(x, state)
         assert ranks is not None
-        bases: list[Tensor | None] = [None] * x.dim()
+        factors: list[Tensor | None] = [None] * x.dim()
         for mode in self.find_modes(x):
             if ranks[mode] < x.shape[mode]:
-                basis = state.tensors.get(f"basis{mode}")
-                if basis is None or basis.shape != (x.shape[mode], ranks[mode]):  # another size of image
-                    basis = decompose(unfold(x, mode) @ unfold(x, mode).t())[1][:, : ranks[mode]].to(x.dtype).contiguous()
-                    state.tensors[f"basis{mode}"] = basis
-                bases[mode] = basis.to(x)
-        return project(x, bases)
+                factor = state.tensors.get(f"factor{mode}")
+                if factor is None or factor.shape != (x.shape[mode], ranks[mode]):  # another size of image
+                    factor = decompose(unfold(x, mode) @ unfold(x, mode).t())[1][:, : ranks[mode]].to(x.dtype).contiguous()
+                    state.tensors[f"factor{mode}"] = factor
+                factors[mode] = factor.to(x)
+        return project(x, factors)
 
     def calibrate(self, x: Tensor, state: State) -> None:
-        """Add x to what the bases are made of, and choose ranks and bases anew."""
+        """Add x to what the factors are made of, and choose ranks and factors anew."""
         seen = state.count("seen") + 1
         found = {}
         for mode in self.find_modes(x):
@@ -375,7 +375,7 @@ class Fixed(Sized):
             state.tensors[RANKS_CHOSEN] = torch.tensor(ranks[1:])
         ranks = self.give_ranks(x, state)
         assert ranks is not None
-        state.tensors.update({f"basis{mode}": v[:, : ranks[mode]].to(x.dtype).contiguous() for mode, (_, v) in found.items()})
+        state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].to(x.dtype).contiguous() for mode, (_, v) in found.items()})
 
     @property
     def options(self) -> str:

@@ -1,7 +1,7 @@
-"""Tucker decompositions: a tensor as a small core and a basis per mode.
+"""Tucker decompositions: a tensor as a small core and a factor per mode.
 
 x ≈ core ×₁ U₁ ×₂ U₂ … A *mode* is an axis; the *unfolding* of a mode is the matrix with that axis as its rows. Its squared
-singular values are the energies of the mode, and the energy that a basis U finds is |Uᵀ·unfolding|².
+singular values are the energies of the mode, and the energy that a factor U finds is |Uᵀ·unfolding|².
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ class Tucker:
 
     Attributes:
         core: The core, as long in each mode as its rank.
-        bases: For each mode an orthonormal basis [length, rank]; None for a mode that is whole.
+        factors: For each mode an orthonormal factor [length, rank]; None for a mode that is whole.
     """
 
     core: Tensor
-    bases: tuple[Tensor | None, ...]
+    factors: tuple[Tensor | None, ...]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The core and the bases."""
-        return self.core, *(basis for basis in self.bases if basis is not None)
+        """The core and the factors."""
+        return self.core, *(factor for factor in self.factors if factor is not None)
 
     def spell(self, labels: str) -> tuple[list[str], list[Tensor]]:
-        """Return core and bases as the operands of a contraction: their labels, and they.
+        """Return core and factors as the operands of a contraction: their labels, and they.
 
         Args:
-            labels: Lower-case labels of the modes; that of a compressed mode is on its basis, its capital on the core.
+            labels: Lower-case labels of the modes; that of a compressed mode is on its factor, its capital on the core.
         """
-        has = [basis is not None for basis in self.bases]
+        has = [factor is not None for factor in self.factors]
         core = "".join(label.upper() if h else label for label, h in zip(labels, has, strict=True))
         return [core, *(label + label.upper() for label, h in zip(labels, has, strict=True) if h)], list(self.tensors)
 
     def expand(self, modes: Sequence[int] | None = None) -> Tucker:
         """Return the same with some modes, or all, whole again."""
-        core, bases = self.core, list(self.bases)
+        core, factors = self.core, list(self.factors)
         for mode in range(core.dim()) if modes is None else modes:
-            if (basis := bases[mode]) is not None:
-                core, bases[mode] = times(core, basis.t(), mode), None
-        return Tucker(core, tuple(bases))
+            if (factor := factors[mode]) is not None:
+                core, factors[mode] = times(core, factor.t(), mode), None
+        return Tucker(core, tuple(factors))
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:
@@ -70,19 +70,19 @@ def times(x: Tensor, matrix: Tensor, mode: int) -> Tensor:
     return (x.movedim(mode, -1) @ matrix.to(x.dtype)).movedim(-1, mode)
 
 
-def project(x: Tensor, bases: Sequence[Tensor | None]) -> Tucker:
-    """Return x in given bases: core = x ×₁ U₁ᵀ ×₂ U₂ᵀ …, the mode that shrinks most first."""
+def project(x: Tensor, factors: Sequence[Tensor | None]) -> Tucker:
+    """Return x in given factors: core = x ×₁ U₁ᵀ ×₂ U₂ᵀ …, the mode that shrinks most first."""
     core = x
-    shrink = {mode: basis.shape[1] / basis.shape[0] for mode, basis in enumerate(bases) if basis is not None}
+    shrink = {mode: factor.shape[1] / factor.shape[0] for mode, factor in enumerate(factors) if factor is not None}
     for mode in sorted(shrink, key=lambda mode: shrink[mode]):
-        basis = bases[mode]
-        assert basis is not None
-        core = times(core, basis, mode)
-    return Tucker(core.contiguous(), tuple(None if basis is None else basis.to(x.dtype).contiguous() for basis in bases))
+        factor = factors[mode]
+        assert factor is not None
+        core = times(core, factor, mode)
+    return Tucker(core.contiguous(), tuple(None if factor is None else factor.to(x.dtype).contiguous() for factor in factors))
 
 
 def count_numbers(shape: Sequence[int], ranks: Sequence[int]) -> int:
-    """Return how many numbers a core and its bases are; a mode of full rank needs no basis."""
+    """Return how many numbers a core and its factors are; a mode of full rank needs no factor."""
     return math.prod(ranks) + sum(r * d for r, d in zip(ranks, shape, strict=True) if r < d)
 
 
@@ -113,12 +113,12 @@ def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> T
 
 
 def iterate(matrix: Tensor, start: Tensor) -> Tensor:
-    """Return one step of subspace iteration: an orthonormal basis of A·(Aᵀ·U)."""
+    """Return one step of subspace iteration: orthonormal columns that span A·(Aᵀ·U)."""
     return torch.linalg.qr(matrix @ (matrix.t() @ start)).Q
 
 
-def find_basis(x: Tensor, mode: int, energy: float) -> Tensor | None:
-    """Return a basis [length, rank] that finds a share of the energy of a mode; None where that takes the whole mode.
+def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
+    """Return a factor [length, rank] that finds a share of the energy of a mode; None where that takes the whole mode.
 
     The rank is the smallest there is, from the eigenvalues of the Gram matrix of the unfolding A, or of AᵀA where that is the
     smaller one. On a long mode random directions are tried first (Halko, Martinsson and Tropp 2011, with one step of
@@ -130,9 +130,9 @@ def find_basis(x: Tensor, mode: int, energy: float) -> Tensor | None:
         return None
     matrix = unfold(x, mode)
     if LEAST_RANDOM <= length <= SHARE_RANDOM * matrix.shape[1]:
-        basis = try_random(matrix, energy)
-        if basis is not None:
-            return basis
+        factor = try_random(matrix, energy)
+        if factor is not None:
+            return factor
     if matrix.shape[1] < length:
         energies, directions = decompose(matrix.t() @ matrix)
         return torch.linalg.qr(matrix @ directions[:, : find_rank(energies, energy)]).Q
@@ -142,19 +142,19 @@ def find_basis(x: Tensor, mode: int, energy: float) -> Tensor | None:
 
 
 def try_random(matrix: Tensor, energy: float) -> Tensor | None:
-    """Return a basis from an eighth as many random directions as a mode is long; None where these do not find the energy."""
+    """Return a factor from an eighth as many random directions as a mode is long; None where these do not find the energy."""
     length = len(matrix)
-    basis = iterate(matrix, draw(length, length // SHARE_RANDOM, matrix.device, matrix.dtype))
-    within = basis.t() @ matrix
+    factor = iterate(matrix, draw(length, length // SHARE_RANDOM, matrix.device, matrix.dtype))
+    within = factor.t() @ matrix
     energies, directions = decompose(within @ within.t())
     found = energies.double().clamp(min=0).cumsum(0)
     total = float(matrix.square().sum(dtype=torch.float64))
     rank = int((found < energy * total).sum()) + 1
-    return basis @ directions[:, :rank] if rank <= len(energies) else None
+    return factor @ directions[:, :rank] if rank <= len(energies) else None
 
 
 def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks | None:
-    """Return the ranks that lose least energy, summed over modes, while core and bases are at most so many numbers.
+    """Return the ranks that lose least energy, summed over modes, while core and factors are at most so many numbers.
 
     The sum bounds the error of the decomposition: |x − x̂|² ≤ Σ over modes of what is lost (De Lathauwer 2000). Exactly: all
     ranks of all modes but the longest are tried; that of the longest is then the largest that fits.
@@ -171,15 +171,15 @@ def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks
     longest = int(np.argmax(shape))
     others = [mode for mode in range(len(shape)) if mode != longest]
     grid = np.meshgrid(*(np.arange(1, shape[mode] + 1) for mode in others), indexing="ij")
-    volume, bases, loss = np.ones(1), np.zeros(1), np.zeros(1)
+    volume, factors, loss = np.ones(1), np.zeros(1), np.zeros(1)
     for mode, ranks in zip(others, grid, strict=True):
         volume = volume * ranks
-        bases = bases + np.where(ranks < shape[mode], ranks * shape[mode], 0)
+        factors = factors + np.where(ranks < shape[mode], ranks * shape[mode], 0)
         loss = loss + lost[mode][ranks - 1]
-    rest = numbers - bases
+    rest = numbers - factors
     length = shape[longest]
     rank = np.floor(rest / (volume + length)).clip(0, length).astype(np.int64)
-    rank = np.where(volume * length <= rest, length, np.minimum(rank, length))  # whole, it needs no basis
+    rank = np.where(volume * length <= rest, length, np.minimum(rank, length))  # whole, it needs no factor
     loss = np.where(rank > 0, loss + lost[longest][np.maximum(rank, 1) - 1], np.inf)
     best = np.unravel_index(int(np.argmin(loss)), np.broadcast_shapes(loss.shape, rank.shape))
     if not np.isfinite(np.broadcast_to(loss, np.broadcast_shapes(loss.shape, rank.shape))[best]):

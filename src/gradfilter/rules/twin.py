@@ -141,7 +141,7 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
 
 
 def compressed_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
-    """Return gw [Co, Ci/groups, kh, kw] from core and bases of the input, which is not rebuilt.
+    """Return gw [Co, Ci/groups, kh, kw] from core and factors of the input, which is not rebuilt.
 
     Equation: with x̄ = core × U_N × U_C × U_H × U_W,
         gw[o,c,u,v] = Σ G[n,o,i,j] · U_N[n,a] · U_C[c,b] · (T_u U_H)[i,p] · (T_v U_W)[j,q] · core[a,b,p,q].
@@ -154,7 +154,7 @@ def compressed_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) 
         products, _ = find_order(terms, result, find_sizes(terms, tensors))
         channels = kept.core.shape[1] if geometry.groups == 1 else w.shape[1]
         taps = math.prod((*geometry.out_cells, *w.shape[2:]))
-        if kept.bases[2:] == (None, None) or products > len(kept.core) * len(w) * channels * taps:
+        if kept.factors[2:] == (None, None) or products > len(kept.core) * len(w) * channels * taps:
             return convolved_gradient(g, kept.expand((2, 3)), w, geometry)
     gw = contract(terms, tensors, result)
     gw = gw[..., None, None] if geometry.is_single_tap else gw
@@ -166,36 +166,36 @@ def spell_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> tu
 
     Groups are a label of their own, z, so that depthwise kernels take no detour through dense ones. Capitals are ranks.
     """
-    groups, (basis_n, basis_c, *spatial), core = geometry.groups, kept.bases, kept.core
+    groups, (factor_n, factor_c, *spatial), core = geometry.groups, kept.factors, kept.core
     operands, labels = {"nzoij": g.unflatten(1, (groups, -1))}, "n"
-    if basis_n is not None:
-        operands["nN"], labels = basis_n, "N"
-    if basis_c is not None:
-        operands["zcC"], labels = basis_c.unflatten(0, (groups, -1)), labels + "C"
+    if factor_n is not None:
+        operands["nN"], labels = factor_n, "N"
+    if factor_c is not None:
+        operands["zcC"], labels = factor_c.unflatten(0, (groups, -1)), labels + "C"
     else:
         core, labels = core.unflatten(1, (groups, -1)), labels + "zc"
-    for basis, out, tap, matrix in zip(spatial, "ij", "uv", geometry.taps, strict=True):
+    for factor, out, tap, matrix in zip(spatial, "ij", "uv", geometry.taps, strict=True):
         rank = out.upper()
         if not geometry.is_single_tap:
             taps = to_tensor(matrix, g)
-            operands[tap + out + rank] = taps if basis is None else taps @ basis
-        elif basis is not None:
-            operands[out + rank] = basis
-        labels += out if geometry.is_single_tap and basis is None else rank
+            operands[tap + out + rank] = taps if factor is None else taps @ factor
+        elif factor is not None:
+            operands[out + rank] = factor
+        labels += out if geometry.is_single_tap and factor is None else rank
     return {**operands, labels: core}, "zoc" if geometry.is_single_tap else "zocuv"
 
 
 def convolved_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
     """Return gw where rows and columns are whole: by way of the images and channels of the core."""
-    basis_n, basis_c, _, _ = kept.bases
-    g = g if basis_n is None else times(g, basis_n, 0)
-    if basis_c is None or geometry.groups > 1:
+    factor_n, factor_c, _, _ = kept.factors
+    g = g if factor_n is None else times(g, factor_n, 0)
+    if factor_c is None or geometry.groups > 1:
         core = kept.expand((1,)).core
         return conv_gradients(g, core, w, geometry, need_gx=False)[1]  # type: ignore[return-value]
     few = g.new_empty(()).expand(len(w), kept.core.shape[1], *w.shape[2:])
     gw = conv_gradients(g, kept.core, few, geometry, need_gx=False)[1]
     assert gw is not None
-    return times(gw, basis_c.t(), 1)
+    return times(gw, factor_c.t(), 1)
 
 
 def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:
