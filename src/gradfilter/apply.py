@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.errors import ExitWarning, InputError, PlanError
-from gradfilter.keep import State
-from gradfilter.patches import MAP, Layout, Pair, make_pair, map_size
+from gradfilter.keep import FULL, State
+from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, regrid
+from gradfilter.tensor import EXIT_NODES, PatchTensor, enter, is_live, is_traced, leave, plain_torch, regrid
 
 
 @dataclass
@@ -93,11 +93,20 @@ class WholeModel(Hook):
                     break
             self.applied.log.start()
 
-    def look_back(self, module: nn.Module, args: Any, output: Any) -> None:
+    def look_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Find what the user should know; return features as plain tensors, which is what the user expects."""
+        if not torch.is_grad_enabled() or self.applied.paused or is_traced():
+            return None
+        if self.applied.log.bypasses is None:
+            self.find_bypasses(output)
+        if any(is_live(x) and x.choices.features for x in tree_leaves(output)):
+            with plain_torch():
+                return tree_map_only(PatchTensor, lambda x: leave(x) if is_live(x) and x.choices.features else x, output)
+        return None
+
+    def find_bypasses(self, output: Any) -> None:
         """Record the exits by code that by-passes torch functions: they are right, but nobody would know of them."""
         log = self.applied.log
-        if not torch.is_grad_enabled() or self.applied.paused or log.bypasses is not None or is_traced():
-            return
         asked = [name for name, backward in self.applied.resolved.linears.items() if backward.tokens is not None]
         misfits = [f"{name} got {self.applied.exact[name]}" for name in asked if name in self.applied.exact]
         if misfits and not log.warned and not any(name in self.applied.patches for name in asked):
@@ -177,7 +186,7 @@ class PlannedLayer(Hook):
                 self.applied.exact[self.layer] = layout
                 return None
             self.check(module, x)
-            choices = self.choose(x, layout)
+            choices = self.choose(x, layout, isinstance(module, Conv))
             patch = choices.tiling.patch_for(layout.size(x.shape))
             self.applied.patches[self.layer] = patch
             self.applied.log.join(choices.region, self.layer)
@@ -191,9 +200,10 @@ class PlannedLayer(Hook):
             return x.spatial if is_conv or x.dim() - 1 not in x.spatial.axes else "the places of a map, which it mixes"
         if is_conv:
             # Squeeze-excite: nothing to pool, and torch's own graph is the lighter one.
-            return "one pixel" if x.dim() == 4 and map_size(x) == (1, 1) and not is_traced() else MAP
+            is_pixel = x.dim() == 4 and map_size(x) == (1, 1) and not is_traced()
+            return "one pixel" if is_pixel and self.backward.keep == FULL else MAP
         if self.backward.tokens is None:
-            return "features outside of a region"
+            return find_features(x) if self.backward.keep != FULL else "features outside of a region"
         h, w = make_pair(self.backward.tokens)
         if x.dim() == 4 and is_multiple(x.shape[1:3], (h, w)):
             return Layout(1, 2)
@@ -201,7 +211,7 @@ class PlannedLayer(Hook):
             return Layout(1, 1, (h, w), x.shape[1] - h * w)
         return f"{list(x.shape)}, which is no grid of {h}×{w} tokens"
 
-    def choose(self, x: Tensor, layout: Layout) -> Choices:
+    def choose(self, x: Tensor, layout: Layout, is_conv: bool) -> Choices:
         """Return the layer's choices for the image at hand.
 
         That is the image from which x comes: a checkpoint may run a part again when the next image has passed. A plain
@@ -211,11 +221,12 @@ class PlannedLayer(Hook):
         size = layout.size(x.shape)
         live = is_live(x)
         image = x.choices.tiling.image if live else None
-        tiling = self.backward.make_tiling(image or self.images.get(size, size))
+        features = not is_conv and (x.choices.features if live else self.backward.tokens is None)
+        tiling = PIXELS if features else self.backward.make_tiling(image or self.images.get(size, size))
         region = x.choices.region if live else self.layer
         if self.choices is None or self.choices.tiling != tiling or self.choices.region != region:
-            keep = self.backward.keep
-            self.choices = Choices(self.layer, tiling, self.backward.kernel, self.applied.log, region, keep, self.state)
+            kernel, keep = self.backward.kernel, self.backward.keep
+            self.choices = Choices(self.layer, tiling, kernel, self.applied.log, region, keep, self.state, features)
         return self.choices
 
     def check(self, module: nn.Module, x: Tensor) -> None:
@@ -250,6 +261,13 @@ class PlannedLayer(Hook):
                 f"layer '{self.layer}' keeps its input as '{self.backward.keep}', which reads values or remembers some: no "
                 "graph of it can be recorded. Use full, bfloat16 or int8:nearest there."
             )
+
+
+def find_features(x: Tensor) -> Layout | str:
+    """Return features [N, C], [N, L, C] or [N, H, W, C] as places of channels: at patch 1 any axes will do."""
+    if x.dim() in (2, 3):
+        return Layout(x.dim() - 2, x.dim() - 2, (x.shape[-2], 1))
+    return Layout(1, 2) if x.dim() == 4 else f"features of shape {list(x.shape)}"
 
 
 def is_multiple(size: Sequence[int], grid: Pair) -> bool:

@@ -118,6 +118,10 @@ class Tiling:
         return h, w
 
 
+PIXELS = Tiling(patch=(1, 1))
+"""The finest tiling: every pixel is a patch."""
+
+
 @lru_cache(maxsize=4096)
 def grid_patch(size: int, grid: int, image: int) -> int:
     """Return the side of one of `grid` patches on a map of `size` pixels inside a network that sees `image` pixels.

@@ -294,10 +294,12 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         PlanError: The plan names layers that the model does not have, or there is nothing to filter.
     """
     layers = find_layers(model)
-    if not any(isinstance(m, Conv) for m in layers.values()) and not any(b.tokens for b in plan.layers.values()):
+    has_conv = any(isinstance(m, Conv) for m in layers.values())
+    if not has_conv and not any(b.tokens or b.keep != FULL for b in plan.layers.values()):
         raise PlanError(
             f"{type(model).__name__} has no Conv2d. gradfilter filters the gradients of 2-D convolutions, and of Linear layers "
-            "on a grid of tokens where the plan says how large that is: Backward(tokens=14)."
+            "on a grid of tokens where the plan says how large that is: Backward(tokens=14). What other Linear layers hold is "
+            "compressed where the plan says how: Backward(patch=1, keep='int8')."
         )
     if not plan.layers and plan.rest == "frozen":
         raise PlanError("the plan names no layers and freezes the rest: it trains nothing. Name layers, or use Plan.last(n).")

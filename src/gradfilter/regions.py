@@ -87,6 +87,7 @@ class Choices:
         region: The layer at which the region was entered.
         keep: How the inputs of layers are held until backward.
         state: What the keep remembers.
+        features: Whether there is no map here, only features of which less is held: a region at patch 1 that may end anywhere.
     """
 
     layer: str
@@ -96,6 +97,7 @@ class Choices:
     region: str = field(default="", compare=False)
     keep: Keep = FULL
     state: State = field(default_factory=State, compare=False, repr=False)
+    features: bool = False
 
     @property
     def rank(self) -> int:

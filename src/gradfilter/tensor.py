@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError, InputError, RuleError
+from gradfilter.keep import Kept
 from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, is_map, make_areas, pool_sum
 from gradfilter.regions import EXPECTED, Choices
 
@@ -177,7 +178,7 @@ def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def note_exit(live: list[PatchTensor], func: Callable[..., Any], reason: str = EXPECTED) -> None:
     """Record that a function ended a region, and mark the places in the graph where it did."""
     first = live[0].choices
-    first.log.note(first.layer, func, reason)
+    first.log.note(first.layer, func, EXPECTED if first.features else reason)
     for x in live:
         node: Any = x.grad_fn
         while node is not None and not isinstance(node, EXIT_NODES):  # a view is an exit at what it views
@@ -428,6 +429,14 @@ def mean(x: PatchTensor) -> Tensor:
         with torch.no_grad():
             x.means[x.patch] = patches.pool_mean(pixels(x), x.patch, x.spatial)
     return x.means[x.patch]
+
+
+def hold_map(x: Tensor | None, choices: Choices, layout: Layout = MAP) -> Kept | None:
+    """Return what is held of a map that backward needs and that is no layer's input: a derivative, a normalised input."""
+    if x is None:
+        return None
+    channels = 1 if x.dim() - 1 in layout.axes else x.dim() - 1
+    return choices.keep.around.compress(x, choices.state, channels)
 
 
 def enter(x: Tensor, choices: Choices, layout: Layout = MAP) -> PatchTensor:

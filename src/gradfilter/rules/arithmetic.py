@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.keep import Kept, hold
+from gradfilter.keep.base import load, save
 from gradfilter.patches import Layout, Pair, count_cells, pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -18,6 +20,7 @@ from gradfilter.tensor import (
     coarse,
     find_live,
     finish,
+    hold_map,
     is_live,
     leave,
     make_carrier,
@@ -81,15 +84,15 @@ class Scale(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, s: Tensor, x_bar: Tensor | None, value: Tensor) -> Tensor:
-        ctx.save_for_backward(s if ctx.needs_input_grad[0] else None, x_bar)
+    def forward(ctx: Any, carrier: Tensor, s: Tensor, x_bar: Kept | None, value: Tensor) -> Tensor:
+        save(ctx, [x_bar], s if ctx.needs_input_grad[0] else None)
         ctx.shape = s.shape
         return make_carrier(carrier.shape, value)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        s, x_bar = ctx.saved_tensors
+        x_bar, s = load(ctx)
         gs = (g * x_bar).sum_to_size(ctx.shape) if x_bar is not None else None
         return g * s if s is not None else None, gs, None, None
 
@@ -103,14 +106,14 @@ class Product(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, x_bar: Tensor, y_bar: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(x_bar if ctx.needs_input_grad[1] else None, y_bar if ctx.needs_input_grad[0] else None)
+    def forward(ctx: Any, x: Tensor, y: Tensor, x_bar: Kept, y_bar: Kept, value: Tensor) -> Tensor:
+        save(ctx, [x_bar if ctx.needs_input_grad[1] else None, y_bar if ctx.needs_input_grad[0] else None])
         return make_carrier(x.shape, value)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_bar, y_bar = ctx.saved_tensors
+        x_bar, y_bar = load(ctx)
         return None if y_bar is None else g * y_bar, None if x_bar is None else g * x_bar, None, None, None
 
 
@@ -224,6 +227,7 @@ def multiply_maps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: P
         return NotImplemented
     with torch.no_grad():
         means = [mean_at(v, met.patch, v.spatial if is_live(v) else met.layout, inplace) for v in (x, other)]
+        means = [hold_map(m, met.choices, met.layout) for m in means]
         y = func(*map(value_of, args), **kwargs)
     return met.finish(y, Product.apply(*met.carriers, *means, y), x if inplace else None)  # type: ignore[arg-type]
 
@@ -241,12 +245,12 @@ def run_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Pat
     if not isinstance(factor, Tensor):
         carrier = Offset.apply(carrier, None, factor, 0, y)
     elif is_spatially_constant(factor, x):
-        carrier = Scale.apply(carrier, factor, x_bar, y)
+        carrier = Scale.apply(carrier, factor, hold_map(x_bar, x.choices, x.spatial), y)
     else:
         # Broadcast over the map, but not over the other axes: less to keep.
         frozen = factor.to(y.dtype).reshape(*[1] * (y.dim() - factor.dim()), *factor.shape)
         frozen = frozen.expand(x.spatial.resize(frozen.shape, spatial_size(x)))
-        carrier = Derivative.apply(y, (pool_mean(frozen, x.patch, x.spatial),), carrier)
+        carrier = Derivative.apply(y, (hold(pool_mean(frozen, x.patch, x.spatial)),), carrier)
     return finish(x, y, carrier, inplace=inplace)  # type: ignore[arg-type]
 
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.keep import Kept
+from gradfilter.keep.base import load, save
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, call, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, call, coarse, finish, hold_map, is_live, make_carrier, pixels, rule
 
 
 class ChannelNorm(Function):
@@ -36,19 +38,19 @@ class ChannelNorm(Function):
         carrier: Tensor,
         gamma: Tensor | None,
         beta: Tensor | None,
-        x_hat: Tensor,
+        x_hat: Kept,
         s: Tensor,
         centred: bool,
         y: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x_hat, s, gamma)
+        save(ctx, [x_hat], s, gamma)
         ctx.centred = centred
         return make_carrier(carrier.shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_hat, s, gamma = ctx.saved_tensors
+        x_hat, s, gamma = load(ctx)
         need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
         gx = g_gamma = g_beta = None
         if need_gx:
@@ -81,8 +83,9 @@ def run_channel_norm(norm: Callable[[Tensor], Tensor], x: Any, normalized_shape:
         value = value - value.mean(-1, keepdim=True) if centred else value
         s = (value.square().mean(-1, keepdim=True) + (torch.finfo(value.dtype).eps if eps is None else eps)).rsqrt()
         x_hat, s_bar = (pool_mean(t, x.patch, x.spatial).to(y.dtype) for t in (value * s, s))
+        held = hold_map(x_hat, x.choices, x.spatial)
     gamma, beta = (*affine, None)[:2]
-    return finish(x, y, ChannelNorm.apply(x.carrier, gamma, beta, x_hat, s_bar, centred, y))  # type: ignore[arg-type]
+    return finish(x, y, ChannelNorm.apply(x.carrier, gamma, beta, held, s_bar, centred, y))  # type: ignore[arg-type]
 
 
 @rule(F.layer_norm, torch.layer_norm, any_layout=True)

@@ -10,13 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.keep import Kept, hold
+from gradfilter.keep.base import load, save
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
     coarse,
     finish,
+    hold_map,
     is_live,
+    is_traced,
     make_carrier,
     pixels,
     rule,
@@ -32,15 +36,15 @@ class Derivative(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, derivatives: tuple[Tensor, ...], *carriers: Tensor) -> Tensor:
-        ctx.save_for_backward(*derivatives)
+    def forward(ctx: Any, y: Tensor, derivatives: tuple[Kept, ...], *carriers: Tensor) -> Tensor:
+        save(ctx, derivatives)
         return make_carrier(carriers[0].shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
-        return None, None, *(g * d if need else None for d, need in zip(ctx.saved_tensors, needed, strict=True))
+        return None, None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True))
 
 
 class StepDerivative(Function):
@@ -75,7 +79,7 @@ def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
         layout: Which axes are rows and columns.
     """
     if patch == (1, 1):
-        return pack_bits(steep)
+        return steep.ne(0) if is_traced() else pack_bits(steep)
     # Half precision counts to 256 or 2048 only.
     return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch, layout).to(count_dtype(patch))
 
@@ -83,24 +87,25 @@ def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
 def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
     """Return which share of the pixels of each patch is set, for the counts of `count_steep`."""
     if patch == (1, 1):
-        return unpack_bits(count, g.shape).to(g.dtype)
+        return (count if count.dtype is torch.bool else unpack_bits(count, g.shape)).to(g.dtype)
     return count.to(g.dtype) / make_areas(size, patch, g, layout)
+
+
+GATHER, SPREAD, PLACES = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
+"""Factors and a mask for eight bytes as one number. Times GATHER, byte i, 0 or 1, is bit i of the highest byte: no other term
+of the product reaches it, and none carries into it. Times SPREAD, a byte is in all eight; PLACES has bit i of byte i."""
 
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
-    flat = F.pad(mask.reshape(-1).ne(0).to(torch.uint8), (0, -mask.numel() % 8)).reshape(-1, 8)
-    return (flat * bit_weights(mask.device)).sum(1, dtype=torch.uint8)
-
-
-def bit_weights(device: torch.device) -> Tensor:
-    """Return the values of the eight bits of a byte."""
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    flat = F.pad(mask.reshape(-1).ne(0), (0, -mask.numel() % 8))
+    return flat.view(torch.int64).mul(GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     """Return the boolean mask of `pack_bits`."""
-    return (packed[:, None] & bit_weights(packed.device)).ne(0).reshape(-1)[: math.prod(shape)].reshape(shape)
+    spread = packed.to(torch.int64).mul_(SPREAD).bitwise_and_(PLACES)
+    return spread.view(torch.uint8).ne(0)[: math.prod(shape)].reshape(shape)
 
 
 def find_steep(y: Tensor, start: float, end: float) -> Tensor:
@@ -136,16 +141,20 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return finish(x, y, StepDerivative.apply(x.carrier, steep, (slope, 1.0), x.patch, x.spatial), inplace=inplace)
 
 
-SMOOTH = (
+ACTIVATIONS = (
     "celu elu gelu hardshrink hardsigmoid hardswish logsigmoid mish rrelu selu silu softplus softshrink softsign tanh "
-    "tanhshrink threshold sigmoid abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
+    "tanhshrink threshold sigmoid"
+).split()
+"""Functions whose slopes are all of the same order: a few bits hold them."""
+FUNCTIONS = (
+    "abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
     "reciprocal rsqrt sin sqrt square __pow__ __rpow__ __neg__ __abs__ maximum minimum where lerp addcmul addcdiv "
     "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
 
-@rule(*find_functions(*SMOOTH, *DROPOUTS), any_layout=True)
+@rule(*find_functions(*ACTIVATIONS, *FUNCTIONS, *DROPOUTS), any_layout=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any elementwise function; autograd itself gives the derivatives, of which the patch means are kept.
 
@@ -176,7 +185,9 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if inplace:
         pixels(args[0]).copy_(y)
     grads = [torch.zeros_like(y) if d is None else d for d in grads]
-    derivatives = tuple(pool_mean(d, met.patch, met.layout) for d in grads)
+    slopes = [pool_mean(d, met.patch, met.layout) for d in grads]
+    bounded = func.__name__.rstrip("_") in (*ACTIVATIONS, *DROPOUTS)
+    derivatives = tuple(hold_map(d, met.choices, met.layout) if bounded else hold(d) for d in slopes)
     carrier: Tensor = Derivative.apply(y, derivatives, *met.carriers)  # type: ignore[assignment]
     return met.finish(y, carrier, args[0] if inplace else None)
 
@@ -190,15 +201,15 @@ class PReLU(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, w: Tensor, steep: Tensor, below: Tensor | None, patch: Pair) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, steep: Tensor, below: Kept | None, patch: Pair) -> Tensor:
         ctx.size, ctx.patch = map_size(steep), patch
-        ctx.save_for_backward(count_steep(steep, patch), below, w)
+        save(ctx, [below], count_steep(steep, patch), w)
         return make_carrier(carrier.shape, carrier)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        count, below, w = ctx.saved_tensors
+        below, count, w = load(ctx)
         slope = w.to(g.dtype)[:, None, None]
         share = steep_share(count, ctx.size, ctx.patch, g)
         gw = None
@@ -217,6 +228,6 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         value = pixels(x)
         y = func(value, w)
-        below = pool_mean(value.clamp(max=0), x.patch) if w.requires_grad else None
+        below = hold_map(pool_mean(value.clamp(max=0), x.patch), x.choices) if w.requires_grad else None
         steep = find_steep(value, 0, math.inf)
     return finish(x, y, PReLU.apply(x.carrier, w, steep, below, x.patch))  # type: ignore[arg-type]

@@ -10,9 +10,23 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.errors import InputError
-from gradfilter.patches import Pair, make_areas, map_size
+from gradfilter.keep import Kept
+from gradfilter.keep.base import load, save
+from gradfilter.patches import Pair, is_map, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
-from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, coarse, finish, is_live, make_carrier, mean, pixels, rule
+from gradfilter.tensor import (
+    EXPECTED_EXITS,
+    PatchTensor,
+    coarse,
+    finish,
+    hold_map,
+    is_live,
+    make_carrier,
+    mean,
+    pixels,
+    rule,
+    wrap,
+)
 
 # Divides by a window of neighbouring channels: a coarse form would need the moments of all channels with all others.
 EXPECTED_EXITS.add(F.local_response_norm)
@@ -52,17 +66,17 @@ class NormEval(Function):
         mu: Tensor,
         var: Tensor,
         eps: float,
-        x_bar: Tensor | None,
+        x_bar: Kept | None,
         y: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x_bar, gamma, mu, var)
+        save(ctx, [x_bar], gamma, mu, var)
         ctx.eps = eps
         return make_carrier(carrier.shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_bar, gamma, mu, var = ctx.saved_tensors
+        x_bar, gamma, mu, var = load(ctx)
         need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
         inverse = (var + ctx.eps).rsqrt()
         scale = inverse if gamma is None else gamma * inverse
@@ -92,20 +106,20 @@ class NormTrain(Function):
         carrier: Tensor,
         gamma: Tensor | None,
         beta: Tensor | None,
-        x_hat: Tensor,
+        x_hat: Kept,
         inverse: Tensor,
         patch: Pair,
         y: Tensor,
     ) -> Tensor:
         """Save for backward; `inverse` is 1/σ, [C] for a batch and [N, groups] for groups."""
-        ctx.save_for_backward(x_hat, inverse, gamma)
+        save(ctx, [x_hat], inverse, gamma)
         ctx.size, ctx.patch = map_size(y), patch
         return make_carrier(carrier.shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        x_hat, inverse, gamma = ctx.saved_tensors
+        x_hat, inverse, gamma = load(ctx)
         need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
         total, along = (part.sum((2, 3), dtype=inverse.dtype) for part in (g, g * x_hat))
         gx = None
@@ -122,7 +136,7 @@ class NormTrain(Function):
         return gx, g_gamma, g_beta, None, None, None, None
 
 
-@rule(F.batch_norm)
+@rule(F.batch_norm, any_layout=True)
 def batch_norm(
     func: Any,
     input: Tensor,
@@ -137,6 +151,8 @@ def batch_norm(
     """Normalise the value and hand the carrier on; one rule with the convolution before it where the two meet."""
     if not is_live(input):
         return NotImplemented
+    if not is_map(input, input.spatial):
+        return normalise_features(func, input, running_mean, running_var, weight, bias, training, momentum, eps)
     x = input
     if training:
         if x.numel() == x.shape[1]:
@@ -155,8 +171,20 @@ def batch_norm(
     if isinstance(origin, ConvOrigin) and (origin.kept is not None or not trains_gamma):
         carrier = ConvNorm.apply(origin.carrier, origin.w, origin.b, weight, bias, *statistics, origin.kept, origin.geometry, y)
     else:
-        carrier = NormEval.apply(x.carrier, weight, bias, *statistics, mean(x) if trains_gamma else None, y)
+        x_bar = hold_map(mean(x), x.choices) if trains_gamma else None
+        carrier = NormEval.apply(x.carrier, weight, bias, *statistics, x_bar, y)
     return finish(x, y, carrier)  # type: ignore[arg-type]
+
+
+def normalise_features(func: Any, x: PatchTensor, *args: Any) -> Any:
+    """Normalise features [N, C] or [N, C, L] by the rule for maps: at patch 1 it is all one which axes are rows and columns."""
+    if x.patch != (1, 1) or x.dim() > 3 or x.spatial.prefix:
+        return NotImplemented
+    shape = (*x.shape[:2], -1, 1)
+    y = batch_norm(func, wrap(pixels(x).reshape(shape), x.carrier.reshape(shape), (1, 1), x.choices), *args)
+    if not is_live(y):
+        return y.reshape(x.shape) if isinstance(y, Tensor) else y
+    return wrap(pixels(y).reshape(x.shape), y.carrier.reshape(x.shape), (1, 1), x.choices, layout=x.spatial)
 
 
 def finish_norm(x: PatchTensor, weight: Tensor | None, bias: Tensor | None, mu: Tensor, inverse: Tensor, y: Tensor) -> Any:
@@ -165,7 +193,7 @@ def finish_norm(x: PatchTensor, weight: Tensor | None, bias: Tensor | None, mu: 
         inverse = inverse.float()  # the precision of these differs between devices
     with torch.no_grad():
         spread = [s if s.dim() == 1 else s.repeat_interleave(x.shape[1] // s.shape[1], 1) for s in (mu, inverse)]
-        x_hat = normalise(mean(x), spread[0], spread[1])
+        x_hat = hold_map(normalise(mean(x), spread[0], spread[1]), x.choices)
     return finish(x, y, NormTrain.apply(x.carrier, weight, bias, x_hat, inverse, x.patch, y))  # type: ignore[arg-type]
 
 

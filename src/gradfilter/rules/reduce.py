@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.keep import Kept
+from gradfilter.keep.base import load, save
 from gradfilter.patches import Layout, Pair, count_cells, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate, find_functions
-from gradfilter.tensor import PatchTensor, coarse, is_live, make_carrier, pixels, rule, spatial_size, wrap
+from gradfilter.tensor import PatchTensor, coarse, hold_map, is_live, make_carrier, pixels, rule, spatial_size, wrap
 
 
 class Spread(Function):
@@ -48,15 +50,15 @@ class Reduction(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, derivative: Tensor, y: tuple[Tensor], kept: list[int]) -> Tensor:
-        ctx.save_for_backward(derivative)
+    def forward(ctx: Any, carrier: Tensor, derivative: Kept, y: tuple[Tensor], kept: list[int]) -> Tensor:
+        save(ctx, [derivative])
         ctx.kept = kept
         return y[0]
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        (derivative,) = ctx.saved_tensors
+        (derivative,) = load(ctx)
         return gy.reshape(ctx.kept) * derivative, None, None, None
 
 
@@ -70,16 +72,16 @@ class ChannelReduction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, derivative: Tensor | None, factor: float, kept: list[int], shape: list[int], y: Tensor
+        ctx: Any, carrier: Tensor, derivative: Kept | None, factor: float, kept: list[int], shape: list[int], y: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(derivative)
+        save(ctx, [derivative])
         ctx.factor, ctx.kept, ctx.shape = factor, kept, carrier.shape
         return make_carrier(shape, y)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        (derivative,) = ctx.saved_tensors
+        (derivative,) = load(ctx)
         g = g.reshape(ctx.kept) * (ctx.factor if derivative is None else derivative)
         return g.expand(ctx.shape), None, None, None, None, None
 
@@ -113,12 +115,13 @@ def run_reduction(func: Callable[[Tensor], Tensor], x: PatchTensor, axes: set[in
         return Spread.apply(x.carrier, (y,), spatial_size(x), x.patch, x.spatial, kept, count)
     if over_space:
         assert derivative is not None
-        return Reduction.apply(x.carrier, pool_sum(derivative, x.patch, x.spatial), (y,), kept)
+        sums = hold_map(pool_sum(derivative, x.patch, x.spatial), x.choices, x.spatial)
+        return Reduction.apply(x.carrier, sums, (y,), kept)
     removed = 0 if y.dim() == x.dim() else 1
     rows, columns = (a - removed * sum(axis < a for axis in axes) for a in (x.spatial.rows, x.spatial.columns))
     layout = Layout(rows, columns, x.spatial.tokens, x.spatial.prefix)
     shape = layout.resize(y.shape, count_cells(spatial_size(x), x.patch))
-    slopes = None if derivative is None else pool_mean(derivative, x.patch, x.spatial)
+    slopes = None if derivative is None else hold_map(pool_mean(derivative, x.patch, x.spatial), x.choices, x.spatial)
     carrier: Tensor = ChannelReduction.apply(x.carrier, slopes, 1 / count, kept, shape, y)  # type: ignore[assignment]
     return wrap(y, carrier, x.patch, x.choices, layout=layout)
 
