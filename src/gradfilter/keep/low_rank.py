@@ -19,6 +19,7 @@ from gradfilter.keep.tucker import (
     Ranks,
     Tucker,
     choose_ranks,
+    correlate,
     count_numbers,
     decompose,
     draw,
@@ -27,7 +28,7 @@ from gradfilter.keep.tucker import (
     iterate,
     project,
     times,
-    unfold,
+    widen,
 )
 from gradfilter.units import parse_amount
 
@@ -107,7 +108,7 @@ class HOSVD(LowRank):
     def decompose(self, x: Tensor, state: State) -> Tucker | None:
         if x.is_meta:
             for mode in self.find_modes(x) if self.energy < 1 else ():
-                decompose(unfold(x, mode) @ unfold(x, mode).t())  # for those who count
+                decompose(correlate(x, x, mode))  # for those who count
             return None
         modes = self.find_modes(x)
         return project(x, [find_factor(x, mode, self.energy) if mode in modes else None for mode in range(x.dim())])
@@ -276,24 +277,24 @@ class Subspace(Sized):
         core, factors = x, list[Tensor | None]([None] * x.dim())
         for mode in sorted(range(x.dim()), key=lambda mode: ranks[mode] / x.shape[mode]):
             if ranks[mode] < x.shape[mode]:
-                factor = self.find_factor(unfold(core, mode), mode, ranks[mode], state)
+                factor = self.find_factor(core, mode, ranks[mode], state)
                 core, factors[mode] = times(core, factor, mode), factor.to(x.dtype).contiguous()
         return Tucker(core.contiguous(), tuple(factors))
 
-    def find_factor(self, matrix: Tensor, mode: int, rank: int, state: State) -> Tensor:
+    def find_factor(self, x: Tensor, mode: int, rank: int, state: State) -> Tensor:
         """Return the factor of a mode: a step from that of the step before, two from random directions."""
-        name, shape = f"factor{mode}", (len(matrix), rank)
+        name, shape = f"factor{mode}", (x.shape[mode], rank)
         start = state.tensors.get(name) if self.warm_start else None
         if start is None or start.shape != shape:  # another size of batch or image
-            start = iterate(matrix, draw(*shape, matrix.device, matrix.dtype))
-        factor = iterate(matrix, start.to(matrix))
+            start = iterate(x, mode, draw(*shape, x.device, widen(x).dtype))
+        factor = iterate(x, mode, start.to(x.device))
         if self.warm_start:
             state.tensors[name] = factor
         return factor
 
     def calibrate(self, x: Tensor, state: State) -> Ranks:
         """Choose ranks by the spectra of x, and remember them and the factors."""
-        found = {mode: decompose(unfold(x, mode) @ unfold(x, mode).t()) for mode in self.find_modes(x)}
+        found = {mode: decompose(correlate(x, x, mode)) for mode in self.find_modes(x)}
         ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
         state.tensors[RANKS_CHOSEN] = torch.tensor(ranks)
         if self.warm_start:
@@ -354,7 +355,7 @@ class Fixed(Sized):
             if ranks[mode] < x.shape[mode]:
                 factor = state.tensors.get(f"factor{mode}")
                 if factor is None or factor.shape != (x.shape[mode], ranks[mode]):  # another size of image
-                    factor = decompose(unfold(x, mode) @ unfold(x, mode).t())[1][:, : ranks[mode]].to(x.dtype).contiguous()
+                    factor = decompose(correlate(x, x, mode))[1][:, : ranks[mode]].to(x.dtype).contiguous()
                     state.tensors[f"factor{mode}"] = factor
                 factors[mode] = factor.to(x)
         return project(x, factors)
@@ -364,7 +365,7 @@ class Fixed(Sized):
         seen = state.count("seen") + 1
         found = {}
         for mode in self.find_modes(x):
-            gram = unfold(x, mode) @ unfold(x, mode).t()
+            gram = correlate(x, x, mode)
             before = state.tensors.pop(f"gram{mode}", None)
             gram = gram + before.to(gram) if before is not None and before.shape == gram.shape else gram
             if seen < self.batches:

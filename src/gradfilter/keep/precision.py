@@ -75,10 +75,10 @@ class Widen:
 class Int8(Keep):
     """Hold the tensor in eight bits, with a range per channel or per group of numbers.
 
-    Equation: q = ⌊(x − lo)/s + u⌋ with s = (hi − lo)/255, x̂ = lo + s·q. u is drawn from [0, 1) (stochastic rounding, as in
-    ActNN, ICML 2021), or 1/2.
+    Equation: q = ⌊(x − lo)/s + u⌋ with s = (hi − lo)/255, x̂ = lo + s·q. u is drawn from (0, 1), of which 16 bits (stochastic
+    rounding, as in ActNN, ICML 2021), or 1/2.
     Cost: 1 byte per number and two numbers per range; four passes forward, one backward.
-    Exact when: on average, with stochastic rounding: E[x̂] = x, so E[gw] is the gradient that `Full` gives. |x̂ − x| < s with it,
+    Exact when: on average, with stochastic rounding: E[x̂] = x (to 2⁻¹⁷·s), so E[gw] is what `Full` gives. |x̂ − x| < s with it,
     and ≤ s/2 without, so each entry of gw is off by at most s·Σ |G|, and half that.
 
     Attributes:
@@ -110,16 +110,18 @@ class Int8(Keep):
         x = x if x.element_size() > 2 else x.float()
         low, high = x.amin(axes, keepdim=True), x.amax(axes, keepdim=True)
         step = ((high - low) / LEVELS).clamp(min=torch.finfo(x.dtype).tiny)
-        levels = (x - low).div_(step)
-        levels.add_(self.draw_noise(levels, state) if self.stochastic else 0.5)
+        levels = (x - low).div_(step).add_(0.5)
+        if self.stochastic:
+            levels.add_(self.draw_noise(levels, state), alpha=2.0**-16).add_(2.0**-17)
         return Kept((levels.clamp_(max=LEVELS).to(torch.uint8), low, step), Rescale(shape, dtype))
 
     def draw_noise(self, like: Tensor, state: State) -> Tensor:
-        """Return uniform noise from the layer's own generator."""
-        if like.is_meta:
-            return torch.empty_like(like)
-        seed = zlib.crc32(state.layer.encode()) << 24 | state.count("draws") % 2**24
-        return torch.empty_like(like).uniform_(generator=torch.Generator(like.device).manual_seed(seed))
+        """Return 16 random bits per number, −2¹⁵ to 2¹⁵ − 1, from the layer's own generator; drawn four at a time."""
+        words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+        if not like.is_meta:
+            seed = zlib.crc32(state.layer.encode()) << 24 | state.count("draws") % 2**24
+            words.random_(-(2**63), None, generator=torch.Generator(like.device).manual_seed(seed))
+        return words.view(torch.int16).as_strided(like.shape, like.stride())
 
     @property
     def around(self) -> Keep:

@@ -59,15 +59,50 @@ class Tucker:
         return Tucker(core, tuple(factors))
 
 
-def unfold(x: Tensor, mode: int) -> Tensor:
-    """Return the unfolding of a mode [length, the rest], in single precision at least."""
-    x = x if x.element_size() > 2 else x.float()
-    return x.movedim(mode, 0).reshape(x.shape[mode], -1)
+def widen(x: Tensor) -> Tensor:
+    """Return x in single precision at least."""
+    return x if x.element_size() > 2 else x.float()
+
+
+def find_memory_order(x: Tensor) -> list[int]:
+    """Return the axes in the order in which they lie in memory: a channels-last map has its channels last."""
+    order = sorted(range(x.dim()), key=lambda axis: -x.stride(axis))
+    return order if x.permute(order).is_contiguous() else list(range(x.dim()))
+
+
+def to_slabs(x: Tensor, mode: int, order: Sequence[int]) -> Tensor:
+    """Return x as [what comes before a mode, the mode, what comes after it] in an order of axes: no copy in that of memory."""
+    place = order.index(mode)
+    shape = [x.shape[axis] for axis in order]
+    return x.permute(*order).reshape(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
 
 
 def times(x: Tensor, matrix: Tensor, mode: int) -> Tensor:
     """Return x with each fibre of a mode multiplied from the left by `matrix`ᵀ [length, new length]."""
-    return (x.movedim(mode, -1) @ matrix.to(x.dtype)).movedim(-1, mode)
+    order = find_memory_order(x)
+    slabs, matrix = to_slabs(x, mode, order), matrix.to(x.dtype)
+    y = slabs.squeeze(2) @ matrix if slabs.shape[2] == 1 else matrix.t() @ slabs
+    y = y.reshape([matrix.shape[1] if axis == mode else x.shape[axis] for axis in order])
+    return y.permute([order.index(axis) for axis in range(x.dim())])
+
+
+def correlate(x: Tensor, y: Tensor, mode: int) -> Tensor:
+    """Return A·Bᵀ, A and B the unfoldings of a mode of x and of y, which differ in that mode at most.
+
+    With few numbers before the mode, or few in it, slab by slab; else by unfolding, which copies.
+    """
+    order = find_memory_order(x)
+    left, right = (to_slabs(widen(t), mode, order) for t in (x, y))
+    if left.shape[2] == 1:
+        return left.squeeze(2).t() @ right.squeeze(2)
+    if left.shape[0] == 1 or right.shape[1] <= left.shape[2]:
+        return (left @ right.transpose(1, 2)).sum(0)
+    return unfold(left, 1) @ unfold(right, 1).t()
+
+
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """Return the unfolding of a mode [length, the rest]."""
+    return x.movedim(mode, 0).reshape(x.shape[mode], -1)
 
 
 def project(x: Tensor, factors: Sequence[Tensor | None]) -> Tucker:
@@ -112,9 +147,10 @@ def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
-def iterate(matrix: Tensor, start: Tensor) -> Tensor:
-    """Return one step of subspace iteration: orthonormal columns that span A·(Aᵀ·U)."""
-    return torch.linalg.qr(matrix @ (matrix.t() @ start)).Q
+def iterate(x: Tensor, mode: int, start: Tensor) -> Tensor:
+    """Return one step of subspace iteration: orthonormal columns that span A·(Aᵀ·U), A the unfolding of a mode."""
+    x = widen(x)
+    return torch.linalg.qr(correlate(x, times(x, start, mode), mode)).Q
 
 
 def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
@@ -128,28 +164,28 @@ def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
     length = x.shape[mode]
     if energy >= 1 or length == 1:
         return None
-    matrix = unfold(x, mode)
-    if LEAST_RANDOM <= length <= SHARE_RANDOM * matrix.shape[1]:
-        factor = try_random(matrix, energy)
+    rest = x.numel() // length
+    if LEAST_RANDOM <= length <= SHARE_RANDOM * rest:
+        factor = try_random(x, mode, energy)
         if factor is not None:
             return factor
-    if matrix.shape[1] < length:
+    if rest < length:
+        matrix = unfold(widen(x), mode)
         energies, directions = decompose(matrix.t() @ matrix)
         return torch.linalg.qr(matrix @ directions[:, : find_rank(energies, energy)]).Q
-    energies, directions = decompose(matrix @ matrix.t())
+    energies, directions = decompose(correlate(x, x, mode))
     rank = find_rank(energies, energy)
     return directions[:, :rank] if rank < length else None
 
 
-def try_random(matrix: Tensor, energy: float) -> Tensor | None:
+def try_random(x: Tensor, mode: int, energy: float) -> Tensor | None:
     """Return a factor from an eighth as many random directions as a mode is long; None where these do not find the energy."""
-    length = len(matrix)
-    factor = iterate(matrix, draw(length, length // SHARE_RANDOM, matrix.device, matrix.dtype))
-    within = factor.t() @ matrix
-    energies, directions = decompose(within @ within.t())
+    x, length = widen(x), x.shape[mode]
+    factor = iterate(x, mode, draw(length, length // SHARE_RANDOM, x.device, x.dtype))
+    within = times(x, factor, mode)
+    energies, directions = decompose(correlate(within, within, mode))
     found = energies.double().clamp(min=0).cumsum(0)
-    total = float(matrix.square().sum(dtype=torch.float64))
-    rank = int((found < energy * total).sum()) + 1
+    rank = int((found < energy * float(x.square().sum(dtype=torch.float64))).sum()) + 1
     return factor @ directions[:, :rank] if rank <= len(energies) else None
 
 
