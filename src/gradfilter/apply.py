@@ -329,7 +329,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     """
     applied = freeze(model, plan, is_exact=False)
     WholeModel(applied).attach(model)
-    for name, backward in (*applied.resolved.convs.items(), *applied.resolved.linears.items()):
+    for name, backward in applied.resolved.layers.items():
         PlannedLayer(applied, name, backward, state=State(name)).attach(model.get_submodule(name))
     return model
 

@@ -125,13 +125,16 @@ def cost(
     make = make_optimizer or make_sgd
     with warnings.catch_warnings(), torch.random.fork_rng([images.device] if images.is_cuda else []), torch.enable_grad():
         warnings.simplefilter("ignore", ExitWarning)  # whoever trains the model is told
+        applied = find_applied(twin)
+        assert applied is not None
+        if measure and not images.is_meta and any(b.keep.calibrates for b in applied.resolved.layers.values()):
+            with explain_failure(images, "when it sees its first batch"):
+                twin(images)  # from here on it is known how much is held
         with explain_failure(images, "when a step runs on shapes alone"):
             score = make_score(loss, tree_map_only(Tensor, to_meta, targets))
             sides = {name: run(twin, lambda: predict_step(twin, (images,), score, make)) for name, run in SIDES.items()}
         state = find_layer_state(twin, make)
         costs = {name: make_step_cost(step, state) for name, step in sides.items()}
-        applied = find_applied(twin)
-        assert applied is not None
         size = images.shape[-2], images.shape[-1]
         found = Cost(costs[PLAN], costs[EXACT], dict(applied.patches), math.nan, len(images), size)
         if not measure or images.is_meta:

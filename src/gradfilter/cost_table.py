@@ -19,7 +19,7 @@ class LayerCost:
     Attributes:
         forward_flops: Those of the forward pass.
         backward_flops: Those of the backward pass.
-        saved_bytes: What autograd holds between the two, predicted.
+        saved_bytes: What autograd holds between the two, predicted: exactly, or, where the batch decides (HOSVD), at most.
         measured_saved_bytes: The same, measured; None where it was not.
         parameter_bytes: Those of the parameters.
         gradient_bytes: Those of the gradients.
@@ -33,6 +33,11 @@ class LayerCost:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What autograd holds, as measured where it was."""
+        return self.saved_bytes if self.measured_saved_bytes is None else self.measured_saved_bytes
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,14 @@ class Cost:
 
 def make_row(plan: LayerCost, exact: LayerCost) -> tuple[int, ...]:
     """Return the numbers of a row, exact beside the plan."""
-    pairs = [(getattr(plan, name), getattr(exact, name)) for name in ("forward_flops", "backward_flops", "saved_bytes")]
+    pairs = [(getattr(plan, name), getattr(exact, name)) for name in ("forward_flops", "backward_flops", "held_bytes")]
     return (*(number for pair in pairs for number in pair), plan.parameter_bytes, plan.gradient_bytes)
 
 
 def make_remarks(cost: Cost) -> list[str]:
     """Return the sentences below the table."""
     plan, exact, total = cost.plan, cost.exact, cost.plan.total
-    fewer = f": {exact.total.saved_bytes / total.saved_bytes:.1f}× fewer" if total.saved_bytes else ""
+    fewer = f": {exact.total.held_bytes / total.held_bytes:.1f}× fewer" if total.held_bytes else ""
     remarks = [
         f"Saved: {beside(total.saved_bytes, total.measured_saved_bytes)} under the plan, "
         f"{beside(exact.total.saved_bytes, exact.total.measured_saved_bytes)} exactly{fewer}.",

@@ -25,7 +25,7 @@ def describe(model: nn.Module) -> str:
     if applied.is_exact:
         title = f"{type(model).__name__}: {count(trained, 'layer')} trained exactly, {rest}"
         return "\n".join([title, *make_lines([("layer", "trained"), *trained.items()])])
-    layers = {**applied.resolved.convs, **applied.resolved.linears}
+    layers = applied.resolved.layers
     # A Linear layer behind the last region, the classifier say, is trained exactly.
     planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
     coarse = [name for name in planned if name in applied.patches or not applied.patches]

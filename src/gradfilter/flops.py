@@ -117,6 +117,19 @@ def count_bilinear(x: Tensor, *args: Any, out: Tensor, **_: Any) -> int:
     return 7 * max(x.numel(), out.numel())
 
 
+@formula("_linalg_eigh", "linalg_eigh")
+def count_eigh(x: Tensor, *args: Any, out: Any, **_: Any) -> int:
+    """Tridiagonal form, its eigenvalues and eigenvectors, and back: 9·n³ (Golub and Van Loan, 8.3)."""
+    return 9 * x.numel() * x.shape[-1]
+
+
+@formula("linalg_qr")
+def count_qr(x: Tensor, *args: Any, out: Any, **_: Any) -> int:
+    """Householder's, the factor Q made: 4·(m·n² − n³/3) for an m × n matrix."""
+    m, n = x.shape[-2:]
+    return 4 * (3 * m * n * n - n**3) // 3
+
+
 @formula("_softmax", "_log_softmax")
 def count_softmax(x: Tensor, *args: Any, out: Any, **_: Any) -> int:
     """Largest value, difference, exponential, sum, quotient: 5 per value."""

@@ -226,6 +226,11 @@ class Resolved:
     trained: frozenset[str]
     frozen_norms: tuple[str, ...]
 
+    @property
+    def layers(self) -> dict[str, Backward]:
+        """All layers with choices."""
+        return {**self.convs, **self.linears}
+
 
 Conv = nn.Conv2d | nn.ConvTranspose2d
 """The layers at which a region is entered."""

@@ -108,6 +108,11 @@ class Keep(ABC):
         """How other maps that backward needs are held: derivatives of activations, normalised inputs."""
 
     @property
+    def calibrates(self) -> bool:
+        """Whether the first batch decides how much is held."""
+        return False
+
+    @property
     def options(self) -> str:
         """The options in one word, as `from_options` reads them."""
         return ""

@@ -23,6 +23,7 @@ from gradfilter.keep.tucker import (
     count_numbers,
     decompose,
     draw,
+    expect_factor,
     find_factor,
     find_rank,
     iterate,
@@ -108,7 +109,7 @@ class HOSVD(LowRank):
     def decompose(self, x: Tensor, state: State) -> Tucker | None:
         if x.is_meta:
             for mode in self.find_modes(x) if self.energy < 1 else ():
-                decompose(correlate(x, x, mode))  # for those who count
+                expect_factor(x, mode)
             return None
         modes = self.find_modes(x)
         return project(x, [find_factor(x, mode, self.energy) if mode in modes else None for mode in range(x.dim())])
@@ -177,6 +178,10 @@ class Sized(LowRank):
             if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
                 raise PlanError(f"{name} got rank={self.rank!r}. Give a whole number of at least 1, or one for each mode.")
             object.__setattr__(self, "rank", self.rank if isinstance(self.rank, int) else ranks)
+
+    @property
+    def calibrates(self) -> bool:
+        return self.rank is None
 
     @property
     def size(self) -> str:

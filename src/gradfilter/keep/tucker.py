@@ -153,6 +153,11 @@ def iterate(x: Tensor, mode: int, start: Tensor) -> Tensor:
     return torch.linalg.qr(correlate(x, times(x, start, mode), mode)).Q
 
 
+def is_long(length: int, rest: int) -> bool:
+    """Tell whether random directions are worth a try for a mode with so many numbers in each row of its unfolding."""
+    return LEAST_RANDOM <= length <= SHARE_RANDOM * rest
+
+
 def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
     """Return a factor [length, rank] that finds a share of the energy of a mode; None where that takes the whole mode.
 
@@ -165,7 +170,7 @@ def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
     if energy >= 1 or length == 1:
         return None
     rest = x.numel() // length
-    if LEAST_RANDOM <= length <= SHARE_RANDOM * rest:
+    if is_long(length, rest):
         factor = try_random(x, mode, energy)
         if factor is not None:
             return factor
@@ -187,6 +192,18 @@ def try_random(x: Tensor, mode: int, energy: float) -> Tensor | None:
     found = energies.double().clamp(min=0).cumsum(0)
     rank = int((found < energy * float(x.square().sum(dtype=torch.float64))).sum()) + 1
     return factor @ directions[:, :rank] if rank <= len(energies) else None
+
+
+def expect_factor(x: Tensor, mode: int) -> None:
+    """Run what `find_factor` runs on shapes alone, for those who count: of a long mode the random directions, which do."""
+    length, rest = x.shape[mode], x.numel() // x.shape[mode]
+    if is_long(length, rest):
+        factor = iterate(x, mode, x.new_empty(length, length // SHARE_RANDOM))
+        x = times(x, factor, mode)
+        decompose(correlate(x, x, mode))
+    elif length > 1:
+        matrix = unfold(x, mode)
+        decompose(matrix.t() @ matrix if rest < length else correlate(x, x, mode))
 
 
 def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks | None:
