@@ -114,6 +114,7 @@ class PatchTensor(Tensor):
         consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
         ended: Whether the region ends at this very tensor.
         means: Patch means by patch, shared by all handles on the value.
+        kept: What layers hold of these means, by patch, keep and precision, shared likewise.
     """
 
     carrier: Tensor
@@ -126,6 +127,7 @@ class PatchTensor(Tensor):
     consumed: bool = False
     ended: bool = False
     means: dict[Pair, Tensor]
+    kept: dict[tuple[Any, ...], Kept]
     seen_version: int = -1  # that of no tensor: one that was not made by `wrap` is not live
 
     @classmethod
@@ -353,7 +355,7 @@ def wrap(
     """Return a PatchTensor of a fresh value and its carrier."""
     x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
-    x.means, x.seen_version = {}, value._version
+    x.means, x.kept, x.seen_version = {}, {}, value._version
     return x
 
 
@@ -364,7 +366,8 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
         if not x._is_view():
             x.detach_()
         Rebind.apply(x, carrier)
-    x.carrier, x.origin, x.means, x.consumed, x.seen_version = carrier, None, {}, False, x._version
+    x.carrier, x.origin, x.consumed, x.seen_version = carrier, None, False, x._version
+    x.means, x.kept = {}, {}
     return x
 
 
@@ -394,7 +397,7 @@ def share(
     """
     y = view.as_subclass(PatchTensor)
     y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
-    y.means, y.seen_version, y.borrowed = {}, value._version, x.borrowed
+    y.means, y.kept, y.seen_version, y.borrowed = {}, {}, value._version, x.borrowed
     return y
 
 
@@ -429,6 +432,24 @@ def mean(x: PatchTensor) -> Tensor:
         with torch.no_grad():
             x.means[x.patch] = patches.pool_mean(pixels(x), x.patch, x.spatial)
     return x.means[x.patch]
+
+
+def keep_input(x: PatchTensor, pooled: Tensor, choices: Choices, dtype: torch.dtype, channels: int = 1) -> Kept:
+    """Return what a layer holds of its input until backward; layers with the same input and the same keep hold it once.
+
+    Args:
+        x: The input.
+        pooled: What the weight gradient needs of it, most often its patch means.
+        choices: Those of the layer.
+        dtype: The precision in which it is needed.
+        channels: The axis of the channels.
+    """
+    if pooled is not x.means.get(x.patch):
+        return choices.keep.compress(pooled.to(dtype), choices.state, channels)
+    key = (x.patch, choices.keep, dtype)
+    if key not in x.kept:
+        x.kept[key] = choices.keep.compress(pooled.to(dtype), choices.state, channels)
+    return x.kept[key]
 
 
 def hold_map(x: Tensor | None, choices: Choices, layout: Layout = MAP) -> Kept | None:
@@ -472,5 +493,5 @@ def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
         return x
     origin = x.origin if patch == x.patch else None
     again = borrow(wrap(pixels(x), regrid_carrier(x, patch), patch, choices, origin, x.spatial))
-    again.means, x.consumed = x.means, True
+    again.means, again.kept, x.consumed = x.means, x.kept, True
     return again

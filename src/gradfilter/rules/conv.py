@@ -15,7 +15,7 @@ from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
-from gradfilter.tensor import PatchTensor, coarse, is_live, make_carrier, mean, pixels, rule, wrap
+from gradfilter.tensor import PatchTensor, coarse, is_live, keep_input, make_carrier, mean, pixels, rule, wrap
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
@@ -201,7 +201,7 @@ def finish_conv(
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
-            kept = x.choices.keep.compress(pool_input(read, geometry).to(y.dtype), x.choices.state)
+            kept = keep_input(read, pool_input(read, geometry), x.choices, y.dtype)
     carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     if not carrier.requires_grad:
         return y

@@ -22,6 +22,7 @@ from gradfilter.tensor import (
     coarse,
     finish,
     is_live,
+    keep_input,
     make_carrier,
     mean,
     pixels,
@@ -32,11 +33,6 @@ from gradfilter.tensor import (
 
 # Attention mixes every place of a map with every other: that is no map of patches any more.
 EXPECTED_EXITS.update({F.scaled_dot_product_attention, F.multi_head_attention_forward})
-
-
-def keep_mean(x: PatchTensor, y: Tensor, channels: int) -> Kept:
-    """Return what is held of the patch means of x, in the precision of the result."""
-    return x.choices.keep.compress(mean(x).to(y.dtype), x.choices.state, channels)
 
 
 def outer(g: Tensor, kept: Tensor | Tucker) -> Tensor:
@@ -99,7 +95,7 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
         return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), weight, bias)
-        kept = keep_mean(x, y, x.dim() - 1) if weight.requires_grad else None
+        kept = keep_input(x, mean(x), x.choices, y.dtype, x.dim() - 1) if weight.requires_grad else None
     return finish(x, y, Linear.apply(x.carrier, weight, bias, kept, y))  # type: ignore[arg-type]
 
 
@@ -171,7 +167,8 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # one of the two is broadcast
     with torch.no_grad():
         y = func(equation, *(pixels(v) for v in operands))
-        kept = keep_mean(x, y, x_term.index((set(x_term) & set(w_term)).pop())) if w.requires_grad else None
+        channels = x_term.index(min(set(x_term) & set(w_term), default=x_term[-1]))
+        kept = keep_input(x, mean(x), x.choices, y.dtype, channels) if w.requires_grad else None
     layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
     assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
     carrier: Tensor = Einsum.apply(x.carrier, w, kept, (x_term, w_term, y_term), y)  # type: ignore[assignment]
