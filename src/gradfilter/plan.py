@@ -40,7 +40,7 @@ class Backward:
         tokens: Size of the grid of tokens, a side or `(h, w)`: filters the Linear layers of vision transformers and mixers,
             which see tokens [N, L, C] or maps [N, H, W, C]. Up to `MOST_PREFIX` tokens in front of the grid (a class token)
             are patches by themselves. Without it a Linear layer is filtered inside a region that a convolution has entered.
-        keep: How the layer's (pooled) input is held until backward, or its name: "int8", "hosvd:0.8".
+        keep: How the layer's (pooled) input is held until backward. At run time its name will do: "int8", "hosvd:0.8".
     """
 
     patch: int | Pair | None = None
