@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ from gradfilter.keep.tucker import (
 )
 from gradfilter.units import parse_amount
 
-RANKS = re.compile(r"\d+(x\d+)*")
-RANKS_CHOSEN = "ranks"
+RANKS = re.compile(r"\d{1,9}(x\d{1,9})*")
+RANKS_CHOSEN, CHOSEN_FOR = "ranks", "lengths"
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class LowRank(Keep):
     """What keeps of low rank share."""
 
     def compress(self, x: Tensor, state: State, channels: int = 1) -> Kept:
-        if x.numel() == 0 or not (x.is_meta or bool(torch.isfinite(x.sum()))):
+        if x.numel() == 0 or not (x.is_meta or has_squares(x)):
             return hold(x)  # what has no decomposition is passed on as it is: not a number, to where it can be seen
-        found = self.decompose(x, state)
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # energies need their precision
+            found = self.decompose(x, state)
         if found is None or sum(tensor.numel() for tensor in found.tensors) >= x.numel():
             return hold(x)
         return Kept(found.tensors, Reassemble(tuple(factor is not None for factor in found.factors)))
@@ -54,6 +56,14 @@ class LowRank(Keep):
     @property
     def around(self) -> Keep:
         return FULL if getattr(self, "energy", None) == 1 else Int8(stochastic=False)
+
+
+def has_squares(x: Tensor) -> bool:
+    """Tell whether the squares of x, and their sum, neither overflow nor vanish, but where x is zero."""
+    low, high = (float(value) for value in torch.aminmax(x))
+    info = torch.finfo(x.dtype if x.element_size() > 2 else torch.float32)
+    square = max(-low, high) * max(-low, high)
+    return square == 0 == low == high or info.tiny / info.eps <= square <= info.max / x.numel()
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class HOSVD(LowRank):
 
     @property
     def options(self) -> str:
-        return f"{self.energy:g}"
+        return repr(self.energy)
 
     @classmethod
     def from_options(cls, text: str) -> Keep:
@@ -168,14 +178,14 @@ class Sized(LowRank):
             object.__setattr__(self, "energy", check_energy(name, self.energy))
         if self.memory is not None:
             try:
-                object.__setattr__(self, "memory", int(parse_amount("memory", self.memory)))
+                object.__setattr__(self, "memory", math.ceil(parse_amount("memory", self.memory)))
             except BudgetError as error:
                 raise PlanError(f"{name}: {error}") from error
         if self.rank is not None:
             ranks = tuple(self.rank) if isinstance(self.rank, tuple | list) else (self.rank,)
             if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
                 raise PlanError(f"{name} got rank={self.rank!r}. Give a whole number of at least 1, or one for each mode.")
-            object.__setattr__(self, "rank", self.rank if isinstance(self.rank, int) else ranks)
+            object.__setattr__(self, "rank", min(ranks) if len(ranks) == 1 else ranks)
 
     @property
     def size(self) -> str:
@@ -207,6 +217,9 @@ class Sized(LowRank):
         ranks = self.rank
         if ranks is None and RANKS_CHOSEN in state.tensors:
             ranks = tuple(state.tensors[RANKS_CHOSEN].tolist())
+            lengths = state.tensors[CHOSEN_FOR].tolist()
+            if any(x.shape[mode] > n for mode, n in zip(modes, lengths, strict=False)):
+                return None  # chosen for smaller inputs: all of their directions may not be all there are now
         if ranks is None:
             return None
         if isinstance(ranks, int):
@@ -221,7 +234,7 @@ class Sized(LowRank):
         given = dict(zip(modes, ranks, strict=True))
         full = tuple(min(given.get(mode, length), length) for mode, length in enumerate(x.shape))
         if self.memory is not None and count_numbers(x.shape, full) * x.element_size() > float(self.memory):
-            return None  # chosen for smaller inputs
+            return None
         return full
 
     def choose(self, x: Tensor, energies: dict[int, Tensor], state: State) -> Ranks:
@@ -242,6 +255,11 @@ class Sized(LowRank):
             )
         return ranks
 
+    def remember_ranks(self, ranks: Ranks, x: Tensor, state: State) -> None:
+        """Remember the ranks of the modes that are compressed, and how long these are."""
+        state.tensors[RANKS_CHOSEN] = torch.tensor([ranks[mode] for mode in self.find_modes(x)])
+        state.tensors[CHOSEN_FOR] = torch.tensor([x.shape[mode] for mode in self.find_modes(x)])
+
     def expect(self, x: Tensor, state: State) -> Tucker | None:
         """Return the compressed form on shapes alone: with known ranks, or those of spectra that fall evenly."""
         ranks = self.give_ranks(x, state)
@@ -250,6 +268,11 @@ class Sized(LowRank):
         if ranks is None:
             ranks = self.choose(x, {mode: torch.arange(x.shape[mode], 0, -1) for mode in self.find_modes(x)}, state)
         return project(x, [x.new_empty(n, r) if r < n else None for n, r in zip(x.shape, ranks, strict=True)])
+
+
+def cut_factors(x: Tensor, directions: dict[int, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return the factors of the modes that are not whole, by the names that they have in a state."""
+    return {f"factor{mode}": v[:, : ranks[mode]].contiguous() for mode, v in directions.items() if ranks[mode] < x.shape[mode]}
 
 
 @dataclass(frozen=True)
@@ -295,9 +318,9 @@ class Subspace(Sized):
         """Choose ranks by the spectra of x, and remember them and the factors."""
         found = {mode: decompose(unfold(x, mode) @ unfold(x, mode).t()) for mode in self.find_modes(x)}
         ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
-        state.tensors[RANKS_CHOSEN] = torch.tensor(ranks)
+        self.remember_ranks(ranks, x, state)
         if self.warm_start:
-            state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].contiguous() for mode, (_, v) in found.items()})
+            state.tensors.update(cut_factors(x, {mode: directions for mode, (_, directions) in found.items()}, ranks))
         return ranks
 
     @property
@@ -313,6 +336,13 @@ class Subspace(Sized):
                 "for a memory, and 'subspace:8,cold' to start from random directions each time."
             )
         return cls(**cls.parse_size(size), warm_start=not word)
+
+
+def is_again(x: Tensor, state: State) -> bool:
+    """Tell whether x is the batch of the last call: a checkpoint runs a batch again in backward, which counts once."""
+    mark = torch.stack([x.sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)])
+    before, state.tensors["mark"] = state.tensors.get("mark"), mark
+    return before is not None and torch.equal(before.to(mark), mark)
 
 
 @dataclass(frozen=True)
@@ -345,7 +375,7 @@ class Fixed(Sized):
         if x.is_meta:
             return self.expect(x, state)
         seen = int(state.tensors.get("seen", 0))
-        if seen < self.batches or self.give_ranks(x, state) is None:
+        if (seen < self.batches and not is_again(x, state)) or self.give_ranks(x, state) is None:
             self.calibrate(x, state)
         ranks = self.give_ranks(x, state)
         assert ranks is not None
@@ -372,10 +402,11 @@ class Fixed(Sized):
             found[mode] = decompose(gram)
         if self.rank is None:
             ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
-            state.tensors[RANKS_CHOSEN] = torch.tensor(ranks[1:])
+            self.remember_ranks(ranks, x, state)
         ranks = self.give_ranks(x, state)
         assert ranks is not None
-        state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].to(x.dtype).contiguous() for mode, (_, v) in found.items()})
+        factors = cut_factors(x, {mode: directions for mode, (_, directions) in found.items()}, ranks)
+        state.tensors.update({name: factor.to(x.dtype) for name, factor in factors.items()})
 
     @property
     def options(self) -> str:

@@ -171,7 +171,8 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # one of the two is broadcast
     with torch.no_grad():
         y = func(equation, *(pixels(v) for v in operands))
-        kept = keep_mean(x, y, x_term.index((set(x_term) & set(w_term)).pop())) if w.requires_grad else None
+        shared = [axis for axis, label in enumerate(x_term) if label in w_term]
+        kept = keep_mean(x, y, shared[-1] if shared else 1) if w.requires_grad else None
     layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
     assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
     carrier: Tensor = Einsum.apply(x.carrier, w, kept, (x_term, w_term, y_term), y)  # type: ignore[assignment]
