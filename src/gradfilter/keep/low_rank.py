@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.errors import BudgetError, InputError, PlanError
-from gradfilter.keep.base import Keep, Kept, State, hold
+from gradfilter.keep.base import Keep, Kept, State, hold, is_in_backward
 from gradfilter.keep.precision import FULL, Int8
 from gradfilter.keep.tucker import (
     Ranks,
@@ -21,6 +22,7 @@ from gradfilter.keep.tucker import (
     choose_ranks,
     correlate,
     count_numbers,
+    cut,
     decompose,
     draw,
     expect_factor,
@@ -33,8 +35,8 @@ from gradfilter.keep.tucker import (
 )
 from gradfilter.units import parse_amount
 
-RANKS = re.compile(r"\d+(x\d+)*")
-RANKS_CHOSEN = "ranks"
+RANKS = re.compile(r"\d{1,9}(x\d{1,9})*")
+RANKS_CHOSEN, CHOSEN_FOR = "ranks", "lengths"
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ class LowRank(Keep):
     """What keeps of low rank share."""
 
     def compress(self, x: Tensor, state: State, channels: int = 1) -> Kept:
-        if x.numel() == 0 or not (x.is_meta or bool(torch.isfinite(x.sum()))):
+        if x.numel() == 0 or not (x.is_meta or has_squares(x)):
             return hold(x)  # what has no decomposition is passed on as it is: not a number, to where it can be seen
-        found = self.decompose(x, state)
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # energies need their precision
+            found = self.decompose(x, state)
         if found is None or sum(tensor.numel() for tensor in found.tensors) >= x.numel():
             return hold(x)
         return Kept(found.tensors, Reassemble(tuple(factor is not None for factor in found.factors)))
@@ -56,6 +59,14 @@ class LowRank(Keep):
     @property
     def around(self) -> Keep:
         return FULL if getattr(self, "energy", None) == 1 else Int8(stochastic=False)
+
+
+def has_squares(x: Tensor) -> bool:
+    """Tell whether the squares of x, and their sum, neither overflow nor vanish, but where x is zero."""
+    low, high = (float(value) for value in torch.aminmax(x))
+    info = torch.finfo(x.dtype if x.element_size() > 2 else torch.float32)
+    square = max(-low, high) * max(-low, high)
+    return square == 0 == low == high or info.tiny / info.eps <= square <= info.max / x.numel()
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class HOSVD(LowRank):
 
     @property
     def options(self) -> str:
-        return f"{self.energy:g}"
+        return repr(self.energy)
 
     @classmethod
     def from_options(cls, text: str) -> Keep:
@@ -170,14 +181,14 @@ class Sized(LowRank):
             object.__setattr__(self, "energy", check_energy(name, self.energy))
         if self.memory is not None:
             try:
-                object.__setattr__(self, "memory", int(parse_amount("memory", self.memory)))
+                object.__setattr__(self, "memory", math.ceil(parse_amount("memory", self.memory)))
             except BudgetError as error:
                 raise PlanError(f"{name}: {error}") from error
         if self.rank is not None:
             ranks = tuple(self.rank) if isinstance(self.rank, tuple | list) else (self.rank,)
             if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
                 raise PlanError(f"{name} got rank={self.rank!r}. Give a whole number of at least 1, or one for each mode.")
-            object.__setattr__(self, "rank", self.rank if isinstance(self.rank, int) else ranks)
+            object.__setattr__(self, "rank", min(ranks) if len(ranks) == 1 else ranks)
 
     @property
     def calibrates(self) -> bool:
@@ -213,6 +224,9 @@ class Sized(LowRank):
         ranks = self.rank
         if ranks is None and RANKS_CHOSEN in state.tensors:
             ranks = tuple(state.tensors[RANKS_CHOSEN].tolist())
+            lengths = state.tensors[CHOSEN_FOR].tolist()
+            if any(x.shape[mode] > n for mode, n in zip(modes, lengths, strict=False)):
+                return None  # chosen for smaller inputs: all of their directions may not be all there are now
         if ranks is None:
             return None
         if isinstance(ranks, int):
@@ -227,7 +241,7 @@ class Sized(LowRank):
         given = dict(zip(modes, ranks, strict=True))
         full = tuple(min(given.get(mode, length), length) for mode, length in enumerate(x.shape))
         if self.memory is not None and count_numbers(x.shape, full) * x.element_size() > float(self.memory):
-            return None  # chosen for smaller inputs
+            return None
         return full
 
     def choose(self, x: Tensor, energies: dict[int, Tensor], state: State) -> Ranks:
@@ -248,6 +262,11 @@ class Sized(LowRank):
             )
         return ranks
 
+    def remember_ranks(self, ranks: Ranks, x: Tensor, state: State) -> None:
+        """Remember the ranks of the modes that are compressed, and how long these are."""
+        state.tensors[RANKS_CHOSEN] = torch.tensor([ranks[mode] for mode in self.find_modes(x)])
+        state.tensors[CHOSEN_FOR] = torch.tensor([x.shape[mode] for mode in self.find_modes(x)])
+
     def expect(self, x: Tensor, state: State) -> Tucker | None:
         """Return the compressed form on shapes alone: with known ranks, or those of spectra that fall evenly."""
         ranks = self.give_ranks(x, state)
@@ -256,6 +275,11 @@ class Sized(LowRank):
         if ranks is None:
             ranks = self.choose(x, {mode: torch.arange(x.shape[mode], 0, -1) for mode in self.find_modes(x)}, state)
         return project(x, [x.new_empty(n, r) if r < n else None for n, r in zip(x.shape, ranks, strict=True)])
+
+
+def cut_factors(x: Tensor, directions: dict[int, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return the factors of the modes that are not whole, by the names that they have in a state."""
+    return {f"factor{mode}": cut(v, ranks[mode]) for mode, v in directions.items() if ranks[mode] < x.shape[mode]}
 
 
 @dataclass(frozen=True)
@@ -283,7 +307,7 @@ class Subspace(Sized):
         for mode in sorted(range(x.dim()), key=lambda mode: ranks[mode] / x.shape[mode]):
             if ranks[mode] < x.shape[mode]:
                 factor = self.find_factor(core, mode, ranks[mode], state)
-                core, factors[mode] = times(core, factor, mode), factor.to(x.dtype).contiguous()
+                core, factors[mode] = times(core, factor, mode), factor.to(x.dtype)
         return Tucker(core.contiguous(), tuple(factors))
 
     def find_factor(self, x: Tensor, mode: int, rank: int, state: State) -> Tensor:
@@ -301,9 +325,9 @@ class Subspace(Sized):
         """Choose ranks by the spectra of x, and remember them and the factors."""
         found = {mode: decompose(correlate(x, x, mode)) for mode in self.find_modes(x)}
         ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
-        state.tensors[RANKS_CHOSEN] = torch.tensor(ranks)
+        self.remember_ranks(ranks, x, state)
         if self.warm_start:
-            state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].contiguous() for mode, (_, v) in found.items()})
+            state.tensors.update(cut_factors(x, {mode: directions for mode, (_, directions) in found.items()}, ranks))
         return ranks
 
     @property
@@ -351,7 +375,7 @@ class Fixed(Sized):
         if x.is_meta:
             return self.expect(x, state)
         seen = int(state.tensors.get("seen", 0))
-        if seen < self.batches or self.give_ranks(x, state) is None:
+        if (seen < self.batches and not is_in_backward()) or self.give_ranks(x, state) is None:
             self.calibrate(x, state)
         ranks = self.give_ranks(x, state)
         assert ranks is not None
@@ -360,7 +384,7 @@ class Fixed(Sized):
             if ranks[mode] < x.shape[mode]:
                 factor = state.tensors.get(f"factor{mode}")
                 if factor is None or factor.shape != (x.shape[mode], ranks[mode]):  # another size of image
-                    factor = decompose(correlate(x, x, mode))[1][:, : ranks[mode]].to(x.dtype).contiguous()
+                    factor = cut(decompose(correlate(x, x, mode))[1], ranks[mode]).to(x.dtype)
                     state.tensors[f"factor{mode}"] = factor
                 factors[mode] = factor.to(x)
         return project(x, factors)
@@ -378,10 +402,11 @@ class Fixed(Sized):
             found[mode] = decompose(gram)
         if self.rank is None:
             ranks = self.choose(x, {mode: energies for mode, (energies, _) in found.items()}, state)
-            state.tensors[RANKS_CHOSEN] = torch.tensor(ranks[1:])
+            self.remember_ranks(ranks, x, state)
         ranks = self.give_ranks(x, state)
         assert ranks is not None
-        state.tensors.update({f"factor{mode}": v[:, : ranks[mode]].to(x.dtype).contiguous() for mode, (_, v) in found.items()})
+        factors = cut_factors(x, {mode: directions for mode, (_, directions) in found.items()}, ranks)
+        state.tensors.update({name: factor.to(x.dtype) for name, factor in factors.items()})
 
     @property
     def options(self) -> str:

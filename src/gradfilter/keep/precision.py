@@ -45,7 +45,7 @@ FULL = Full()
 class BFloat16(Keep):
     """Hold the tensor in bfloat16.
 
-    Equation: x̂ = x·(1 + δ) with |δ| ≤ 2⁻⁹, so each entry of gw is off by at most 2⁻⁹·Σ |G|·|x|.
+    Equation: x̂ = x·(1 + δ) with |δ| ≤ 2⁻⁸, so each entry of gw is off by at most 2⁻⁸·Σ |G|·|x|.
     Cost: 2 bytes per number; one pass forward, one backward.
     Exact when: the numbers have at most eight significant bits.
     """

@@ -94,7 +94,7 @@ def correlate(x: Tensor, y: Tensor, mode: int) -> Tensor:
     order = find_memory_order(x)
     left, right = (to_slabs(widen(t), mode, order) for t in (x, y))
     if left.shape[2] == 1:
-        return left.squeeze(2).t() @ right.squeeze(2)
+        return (right.squeeze(2).t() @ left.squeeze(2)).t()  # that way round: a few long rows are much faster
     if left.shape[0] == 1 or right.shape[1] <= left.shape[2]:
         return (left @ right.transpose(1, 2)).sum(0)
     return unfold(left, 1) @ unfold(right, 1).t()
@@ -113,7 +113,7 @@ def project(x: Tensor, factors: Sequence[Tensor | None]) -> Tucker:
         factor = factors[mode]
         assert factor is not None
         core = times(core, factor, mode)
-    return Tucker(core.contiguous(), tuple(None if factor is None else factor.to(x.dtype).contiguous() for factor in factors))
+    return Tucker(core.contiguous(), tuple(None if factor is None else factor.to(x.dtype) for factor in factors))
 
 
 def count_numbers(shape: Sequence[int], ranks: Sequence[int]) -> int:
@@ -147,10 +147,20 @@ def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
+def cut(directions: Tensor, rank: int) -> Tensor:
+    """Return the first columns of a matrix in a storage of their own: a slice would hold all of it."""
+    return directions[:, :rank].clone(memory_format=torch.contiguous_format)
+
+
+def orthonormalise(matrix: Tensor) -> Tensor:
+    """Return orthonormal columns of the same span, row by row in memory, as a checkpoint gives them back: products then agree."""
+    return torch.linalg.qr(matrix).Q.contiguous()
+
+
 def iterate(x: Tensor, mode: int, start: Tensor) -> Tensor:
     """Return one step of subspace iteration: orthonormal columns that span A·(Aᵀ·U), A the unfolding of a mode."""
     x = widen(x)
-    return torch.linalg.qr(correlate(x, times(x, start, mode), mode)).Q
+    return orthonormalise(correlate(x, times(x, start, mode), mode))
 
 
 def is_long(length: int, rest: int) -> bool:
@@ -177,10 +187,10 @@ def find_factor(x: Tensor, mode: int, energy: float) -> Tensor | None:
     if rest < length:
         matrix = unfold(widen(x), mode)
         energies, directions = decompose(matrix.t() @ matrix)
-        return torch.linalg.qr(matrix @ directions[:, : find_rank(energies, energy)]).Q
+        return orthonormalise(matrix @ directions[:, : find_rank(energies, energy)])
     energies, directions = decompose(correlate(x, x, mode))
     rank = find_rank(energies, energy)
-    return directions[:, :rank] if rank < length else None
+    return cut(directions, rank) if rank < length else None
 
 
 def try_random(x: Tensor, mode: int, energy: float) -> Tensor | None:

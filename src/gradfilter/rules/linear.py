@@ -167,7 +167,8 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # one of the two is broadcast
     with torch.no_grad():
         y = func(equation, *(pixels(v) for v in operands))
-        channels = x_term.index(min(set(x_term) & set(w_term), default=x_term[-1]))
+        shared = [axis for axis, label in enumerate(x_term) if label in w_term]
+        channels = shared[-1] if shared else 1
         kept = keep_input(x, mean(x), x.choices, y.dtype, channels) if w.requires_grad else None
     layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
     assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
