@@ -288,9 +288,8 @@ class Subspace(Sized):
             start = iterate(matrix, draw(*shape, matrix.device, matrix.dtype))
         factor = iterate(matrix, start.to(matrix))
         if self.warm_start:
-            state.tensors[name] = factor = (
-                factor.contiguous()
-            )  # as it comes out of a checkpoint: the next step's bits depend on it
+            # As it comes out of a checkpoint: the bits of the next step depend on its layout.
+            state.tensors[name] = factor = factor.contiguous()
         return factor
 
     def calibrate(self, x: Tensor, state: State) -> Ranks:

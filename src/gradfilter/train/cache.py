@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradfilter.environment import find_free_memory
 from gradfilter.apply import keep_state, load_keep_state_
+from gradfilter.environment import find_free_memory
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
 from gradfilter.train.batches import seeded

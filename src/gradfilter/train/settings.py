@@ -206,7 +206,7 @@ class Settings:
             parse_keep(self.keep)
         except PlanError as error:
             return [f"--keep: {str(error).removesuffix('.')}"]
-        clash = f"--keep {self.keep} is for filtered gradients; --exact holds inputs as torch's own backward does: give one"
+        clash = f"--keep {self.keep} says how inputs are held, but --exact leaves that to torch's own backward: give one"
         return [clash] if self.exact else []
 
     def find_memory_clashes(self) -> list[str]:
