@@ -127,6 +127,8 @@ def test_commands_take_a_keep(capsys, tmp_path):
     assert "layer  backward  patch  keep       trained" in out
     assert main(["cost", *arguments, "--no-measure"]) == 0
     assert "train_nets:small, plan all, patch 1, keep hosvd:0.8" in capsys.readouterr().out
+    assert main(["cost", *arguments, "--accounting", "paper"]) == 2
+    assert "--accounting paper counts inputs as they are" in capsys.readouterr().err
     for command in ("check", "cost"):
         assert main([command, "train_nets:small", "--keep", "int4"]) == 2
         assert "'int4' is no keep" in capsys.readouterr().err

@@ -14,8 +14,9 @@ from gradfilter.apply import apply_
 from gradfilter.cli.common import OVERRIDES, add_model_and_plan, make_plan, writing_to
 from gradfilter.cost import Cost, cost
 from gradfilter.environment import find_environment
-from gradfilter.errors import InputError
+from gradfilter.errors import InputError, PlanError
 from gradfilter.files import replace_file
+from gradfilter.keep import FULL
 from gradfilter.models import find_info, make_model
 from gradfilter.table import Table, to_plain
 
@@ -64,6 +65,8 @@ def measure(args: argparse.Namespace) -> Cost | PaperCost:
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     images = torch.empty(args.batch, 3, side, side, device="meta", memory_format=torch.channels_last)
     if args.accounting == "paper":
+        if any(backward.keep != FULL for backward in plan.layers.values()):
+            raise PlanError("--accounting paper counts inputs as they are, as that paper holds them: drop it, or --keep.")
         return count_as_paper(model, images)
     if args.no_measure:
         return cost(model, images, measure=False)
