@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "moving statistics, adamw": {"batch_norm": "train", "optimizer": "adamw", "lr": 0.01, "save_every": 2, "val_every": 2},
     "cache in memory": {"plan": "last1", "cache": "memory", "views": 2, "save_every": 1},
     "cache on disk": {"plan": "last1", "cache": "disk", "views": 2, "batch_norm": "train", "save_every": 2},
+    "subspaces": {"keep": "subspace:0.9", "save_every": 1},
+    "stochastic rounding": {"keep": "int8", "patch": 1, "save_every": 2},
 }
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradfilter as gf
 from gradfilter.errors import ExitWarning, PlanError
+from gradfilter.keep import HOSVD, Int8
 from gradfilter.tensor import PatchTensor
 from helpers_safety import (
     Block,
@@ -553,6 +554,18 @@ def test_describe_before_and_after_a_forward():
     ]
 
 
+def test_describe_has_a_column_of_keeps_where_there_are_any():
+    plan = gf.Plan({"block2.conv1": gf.Backward(patch=2, keep=HOSVD(0.8)), "block2": gf.Backward(grid=16), "fc": gf.Backward()})
+    net = gf.apply_(make_net(), plan)
+    net(make_images())
+    lines = [line.split("  ") for line in gf.describe(net).splitlines()]
+    cells = {words[0]: [word.strip() for word in words if word.strip()] for words in lines}
+    assert cells["layer"] == ["layer", "backward", "patch", "keep", "trained"]
+    assert cells["block2.conv1"] == ["block2.conv1", "patch 2", "2", "hosvd:0.8", "weight"]
+    assert cells["block2.conv2"][3] == "full"
+    assert cells["block2.bn1"] == ["block2.bn1", "-", "-", "-", "weight bias"]
+
+
 def test_describe_is_not_changed_by_a_forward_without_gradients():
     net = gf.apply_(make_net(), TAIL)
     text = gf.describe(net)
@@ -610,6 +623,10 @@ def test_describe_flags_a_grid_that_makes_a_layer_exact():
     assert "1 (exact: the map is no larger than the grid)" in next(line for line in lines if line.startswith("block2.conv2"))
     net(make_images(size=(128, 128)))
     assert "(exact" not in gf.describe(net)
+    net = applied(make_net(), gf.Backward(grid=16, keep=Int8()))
+    net(make_images(size=(16, 16)))
+    last = next(line for line in gf.describe(net).splitlines() if line.startswith("block2.conv2"))
+    assert "  1 (the map is no larger than the grid)  int8" in last  # gx is exact there, gw is not
 
 
 # Grid

@@ -15,6 +15,7 @@ from torch import nn
 
 from gradfilter import Backward, Plan
 from gradfilter.errors import GradFilterError, PlanError
+from gradfilter.keep import HOSVD
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 from gradfilter.plan import Resolved, find_last, find_norms, resolve
 
@@ -421,6 +422,12 @@ def test_overrides_hold_for_all_layers():
     assert plan.override(patch=None, grid=None, kernel=None) == plan
     changed = Plan({"a": Backward(grid=3, tokens=7), "b": Backward(grid=3, kernel="lumped")}, batch_norm="train")
     assert plan.override(grid=3) == changed
+    layers = {"a": Backward(patch=2, tokens=7, keep=HOSVD(0.8)), "b": Backward(kernel="lumped", keep=HOSVD(0.8))}
+    kept = Plan(layers, batch_norm="train")
+    assert plan.override(keep="hosvd:0.8") == plan.override(keep=HOSVD(0.8)) == kept
+    assert kept.override(keep="full") == plan
+    with pytest.raises(PlanError, match="'int4' is no keep"):
+        plan.override(keep="int4")
     with pytest.raises(PlanError, match="give one"):
         plan.override(grid=3, patch=2)
 

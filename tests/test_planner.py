@@ -256,7 +256,7 @@ def test_command_needs_a_budget(capsys):
     assert main(["plan", "--memory", "64 MBs"]) == 2
     assert "'MBs' is no unit" in capsys.readouterr().err
     assert main(["plan", "--memory", "64MB", "--patch", "2", "--plan", "last4"]) == 2
-    assert "a budget chooses layers and patches itself: drop --patch, --plan." in capsys.readouterr().err
+    assert "a budget chooses layers, patches and keeps itself: drop --patch, --plan." in capsys.readouterr().err
 
 
 def test_train_within_a_budget_and_go_on(photos, tmp_path, quick, monkeypatch):
@@ -281,7 +281,7 @@ def test_train_within_a_budget_and_go_on(photos, tmp_path, quick, monkeypatch):
     [
         ({"memory": "64 MBs"}, "--memory is '64 MBs', and 'MBs' is no unit"),
         ({"memory": "0MB"}, "--memory is '0MB'. A budget is a finite amount above zero"),
-        ({"memory": "1MB", "grid": 4}, "--memory 1MB chooses layers and patches itself: drop --grid"),
+        ({"memory": "1MB", "grid": 4}, "--memory 1MB chooses layers, patches and keeps itself: drop --grid"),
         ({"memory": "1MB", "plan": "last4", "exact": True}, "drop --exact, --plan"),
     ],
 )

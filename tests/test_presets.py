@@ -7,12 +7,14 @@ import pytest
 
 from gradfilter.cli import main
 from gradfilter.errors import SettingsError
+from gradfilter.keep import HOSVD, SVD
 from gradfilter.models import find_models
-from gradfilter.plan import Plan
-from gradfilter.train.presets import Preset, find_presets, get_preset
+from gradfilter.plan import Backward, Plan
+from gradfilter.train.presets import Preset, Published, find_presets, get_preset
 from gradfilter.train.settings import Settings
 
 PRESETS = find_presets()
+SHORT, LONG = "cifar10-mcunet-hosvd0.8", "cifar10-mcunet-last4-hosvd0.8"
 
 
 def test_every_preset_is_valid_and_is_named_as_it_is_set():
@@ -20,22 +22,26 @@ def test_every_preset_is_valid_and_is_named_as_it_is_set():
         settings = Settings(**preset.settings)
         assert isinstance(settings.make_plan(), Plan)
         assert settings.model in find_models()
-        data, _, plan, *method = name.split("-")
+        data, _, plan, *method = (name if name != SHORT else LONG).split("-")
         assert (preset.name, settings.data) == (name, data)
         if plan != "pretrain":
             assert settings.plan == plan
             kind = (
                 "exact" if settings.exact else "grid" if settings.grid else "patch" if settings.kernel == "lift" else "lumped"
             )
-            assert method == [f"{kind}{settings.patch or settings.grid or ''}"]
+            if settings.keep is None:
+                assert method == [f"{kind}{settings.patch or settings.grid or ''}"]
+            else:  # the keep alone: gradients are not filtered
+                assert (method, settings.patch, kind) == ([settings.keep.replace(":", "")], 1, "patch")
 
 
 def test_how_many_there_are():
     count = Counter(name.split("-")[0] for name in PRESETS)
-    models, methods = 4, 8
+    models, methods = 4, 11
     cifar, others = models * 5 * methods, models * 3 * methods
     assert count == {
-        **dict.fromkeys(("cifar10", "cifar100"), cifar),
+        "cifar10": cifar + 1,
+        "cifar100": cifar,
         **dict.fromkeys(("cub200", "flowers102", "pets"), others),
         "imagenet": others + models,
     }
@@ -48,6 +54,20 @@ def test_cifar_recipe():
     assert (settings.resolution, settings.mean, settings.std) == (224, (0.5,) * 3, (0.5,) * 3)
     assert (settings.optimizer, settings.lr, settings.momentum, settings.clip) == ("sgd", 0.05, 0, 2.0)
     assert (settings.batch, settings.epochs, settings.batch_norm, settings.parts) == (128, 50, "eval", 1)
+
+
+def test_the_example_of_the_hosvd_paper():
+    settings = Settings(**get_preset(SHORT))
+    assert get_preset(SHORT) == get_preset(LONG)
+    assert settings == dataclasses.replace(Settings(**get_preset("cifar10-mcunet-last4-patch2")), patch=1, keep="hosvd:0.8")
+    assert list(settings.make_plan().layers.values()) == [Backward(patch=1, keep=HOSVD(0.8))]
+    assert PRESETS[SHORT].published == PRESETS[LONG].published == Published(77.3, "NeurIPS 2024, arXiv 2411.06346")
+
+
+@pytest.mark.parametrize(("method", "keep"), [("hosvd0.9", HOSVD(0.9)), ("svd0.8", SVD(0.8))])
+def test_keeps_by_name(method, keep):
+    plan = Settings(**get_preset(f"pets-mobilenetv2-last2-{method}")).make_plan()
+    assert list(plan.layers.values()) == [Backward(patch=1, keep=keep)]
 
 
 def test_imagenet_recipe():
@@ -80,6 +100,8 @@ def test_fine_tuning_starts_where_pre_training_on_the_other_part_ends():
         ("cifar10-mcunet-last4-lumped7", 78.4, "2411.06346"),
         ("pets-mobilenetv2-all-exact", 89.8, "2411.06346"),
         ("cub200-mcunet-last2-lumped2", 10.0, "2411.06346"),
+        ("flowers102-mcunet-last4-hosvd0.8", 31.5, "2411.06346"),
+        ("cifar10-mobilenetv2-last2-hosvd0.8", 85.6, "2411.06346"),
     ],
 )
 def test_published_accuracy(name, accuracy, paper):
@@ -89,10 +111,10 @@ def test_published_accuracy(name, accuracy, paper):
     assert published.paper.endswith(f"arXiv {paper}")
 
 
-def test_only_exact_backprop_and_the_papers_own_filter_have_published_accuracies():
-    methods = Counter(name.split("-")[-1] for name, preset in PRESETS.items() if preset.published)
+def test_only_exact_backprop_and_the_papers_own_methods_have_published_accuracies():
+    methods = Counter(name.split("-")[-1] for name, preset in PRESETS.items() if preset.published and name != SHORT)
     # CIFAR: 4 rows of 4; ImageNet: 4 of 3 and 2; the other paper: 2 models, 4 sets, of 3 and 2.
-    assert methods == {"exact": 16 + 12 + 24, "lumped2": 16 + 8 + 16, "lumped4": 16, "lumped7": 16 + 16}
+    assert methods == {"exact": 16 + 12 + 24, "lumped2": 16 + 8 + 16, "lumped4": 16, "lumped7": 16 + 16, "hosvd0.8": 16}
 
 
 def test_presets_cannot_be_changed():
@@ -118,6 +140,7 @@ def test_unknown_preset_names_near_ones_and_the_grammar():
     ("name", "weights"),
     [
         ("cifar10-mcunet-last4-patch2", "give --weights FILE"),
+        (SHORT, "give --weights FILE"),
         ("pets-mobilenetv2-all-exact", "pretrained"),
         ("imagenet-mcunet-pretrain", "random"),
         ("imagenet-resnet18-last2-lumped2", "of imagenet-resnet18-pretrain"),

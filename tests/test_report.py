@@ -213,8 +213,11 @@ def test_layers_are_told_apart():
         Layer("c", "exact", None, True, 1),
         Layer("d", "patch 1", (1, 1), True, 1),
         Layer("e", "patch 2", (2, 2), False, 1),
+        Layer("f", "patch 1 int8", (1, 1), True, 1, "int8"),
+        Layer("g", "patch 2 int8", (2, 2), True, 1, "int8"),
     )
-    assert [kind_of(layer).name for layer in layers] == ["frozen", "filtered", "exact", "exact", "passed"]
+    kinds = ["frozen", "filtered", "exact", "exact", "passed", "kept", "filtered"]
+    assert [kind_of(layer).name for layer in layers] == kinds
     assert find_frontier(layers) == 1
     assert find_frontier(layers[:1]) is None
 

@@ -54,6 +54,10 @@ class Stop(Watch):
             os.kill(os.getpid(), self.number)
 
 
+KEEPS = {"int8": 4, "subspace:0.9": 3, "subspace:6": 7, "subspace:4KB,cold": 9, "fixed:0.9": 3, "fixed:5,4": 7, "hosvd:0.8": 4}
+"""Keeps, and steps after which a run is stopped: some while they calibrate, some later."""
+
+
 @pytest.mark.parametrize(
     ("steps", "choices"),
     [
@@ -62,6 +66,9 @@ class Stop(Watch):
         (6, {"momentum": 0.0, "clip": 0.0, "schedule": "constant", "augment": "none"}),
         (8, {"exact": True, "label_smoothing": 0.1, "warmup": 1.5, "val_every": 2}),
         (15, {"views": 2, "cache": "memory", "plan": "last1"}),  # after the very last batch
+        *((steps, {"keep": keep, "patch": 1}) for keep, steps in KEEPS.items()),
+        (7, {"keep": "subspace:6", "batch_norm": "train", "optimizer": "adamw", "lr": 0.01}),
+        (7, {"keep": "int8", "views": 2, "cache": "memory", "plan": "last1"}),
     ],
 )
 def test_interrupted_runs_go_on(photos, tmp_path, choices, steps):
@@ -294,18 +301,47 @@ def test_a_model_that_changed(stopped, monkeypatch):
         train(stopped)
 
 
-def test_settings_of_an_older_version(stopped):
-    """What a checkpoint does not know of is named, not stumbled over."""
+def change_checkpoint(path: Path, forget: str = "", drop: str = "") -> dict[str, Any]:
+    """Make a checkpoint one of an older version: without a setting, and without tensors of a kind; return its settings."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    path = stopped.folder / "last.safetensors"
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()[FORMAT])
-    del about["settings"]["clip"]
-    save_file(load_file(path), path, {FORMAT: json.dumps(about)})
-    with pytest.raises(SettingsError, match=r"--clip was not there, now 2\.0"):
+    about["settings"].pop(forget, None)
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not drop or not name.startswith(drop)}
+    save_file(tensors, path, {FORMAT: json.dumps(about)})
+    return about["settings"]
+
+
+def test_a_run_of_an_older_version_goes_on(photos, stopped, tmp_path):
+    """A setting that did not exist was as its default is; there was nothing for keeps to remember."""
+    train(make_settings(photos, tmp_path / "expected"))
+    last, config = stopped.folder / "last.safetensors", stopped.folder / "config.yaml"
+    settings = change_checkpoint(last, forget="keep", drop="/keep/")
+    assert "keep" not in settings
+    config.write_text(yaml.safe_dump(settings))
+    train(stopped)
+    assert_same_run(stopped.folder, tmp_path / "expected")
+
+
+def test_what_an_older_version_did_not_know_is_not_what_it_did(stopped):
+    change_checkpoint(stopped.folder / "last.safetensors", forget="keep")
+    with pytest.raises(SettingsError, match="cannot be resumed: --keep was None, now int8"):
+        train(dataclasses.replace(stopped, keep="int8"))
+    change_checkpoint(stopped.folder / "last.safetensors", forget="lr")
+    with pytest.raises(SettingsError, match=r"--lr was 0\.01, now 0\.05"):
         train(stopped)
+
+
+def test_best_weights_have_nothing_of_keeps(photos, tmp_path):
+    train(make_settings(photos, tmp_path / "out", keep="fixed:0.9", epochs=1))
+    _, extra, _ = load_checkpoint(tmp_path / "out" / "last.safetensors")
+    assert any(name.startswith("/keep/") for name in extra)
+    _, extra, _ = load_checkpoint(tmp_path / "out" / "best.safetensors")
+    assert extra == {}
+    assert main(["eval", str(tmp_path / "out")]) == 0
+    assert main(["predict", str(tmp_path / "out"), str(next(photos.rglob("*.png")))]) == 0
 
 
 # The command line, in processes of its own

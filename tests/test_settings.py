@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from gradfilter.cli import main
 from gradfilter.cli.train import parse
 from gradfilter.errors import PlanError, SettingsError
+from gradfilter.keep import HOSVD, Subspace
 from gradfilter.plan import Backward, Plan
 from gradfilter.train.presets import get_preset
 from gradfilter.train.settings import MAY_CHANGE, Settings
@@ -51,6 +53,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kernel": "sum"}, "--kernel is 'sum', but must be one of lift, lumped"),
     ({"batch_norm": "off"}, "--batch_norm is 'off', but must be one of eval, train, frozen"),
     ({"patch": 2, "grid": 4}, "--patch 2 and --grid 4 both set the resolution of the gradient: give one"),
+    ({"keep": "int4"}, "--keep: 'int4' is no keep. The keeps are full, bfloat16, int8, "),
+    ({"keep": "hosvd:2"}, "--keep: HOSVD got energy=2.0. Give the share of the energy to keep, above 0 and up to 1"),
+    ({"keep": "subspace:64XB"}, "--keep: Subspace: memory is '64XB'"),
+    (
+        {"keep": "int8", "exact": True},
+        "--keep int8 says how inputs are held, but --exact leaves that to torch",
+    ),
+    ({"keep": "int8", "memory": "1MB"}, "--memory 1MB chooses layers, patches and keeps itself: drop --keep"),
     ({"part": 2, "parts": 2}, "--part 2 is none of the 2 parts, which count from 0"),
     ({"shards": 2}, "--shards cuts parts out of shards, but --parts is 1: say how many parts"),
     ({"resume": True, "overwrite": True}, "--resume goes on with the run that --overwrite replaces: give one"),
@@ -68,10 +78,11 @@ def test_what_cannot_be_is_refused(given, text):
 
 def test_all_that_is_wrong_is_named_at_once():
     given: dict[str, Any] = {"epochs": 0, "lr": -1, "val_share": 2, "optimizer": "x", "kernel": "y", "patch": 1, "grid": 1}
+    given |= {"keep": "z"}
     with pytest.raises(SettingsError) as caught:
         Settings(**given, resume=True, overwrite=True)
-    assert all(f"--{name} " in str(caught.value) for name in (*given, "resume", "overwrite"))
-    assert str(caught.value).count(";") == 6
+    assert all(re.search(rf"--{name}\b", str(caught.value)) for name in (*given, "resume", "overwrite"))
+    assert str(caught.value).count(";") == 7
 
 
 @pytest.mark.parametrize(
@@ -109,6 +120,14 @@ def test_changes_that_matter_are_found():
     assert MAY_CHANGE < NAMES
 
 
+def test_a_setting_that_did_not_exist_was_as_its_default_is():
+    before = {name: value for name, value in Settings(lr=0.1).to_dict().items() if name != "keep"}
+    assert Settings(lr=0.1).find_changes(before) == []
+    assert Settings(lr=0.1, keep="int8").find_changes(before) == ["--keep was None, now int8"]
+    del before["lr"]
+    assert Settings(lr=0.1).find_changes(before) == ["--lr was 0.01, now 0.1"]
+
+
 # Plans
 
 
@@ -118,6 +137,8 @@ def test_changes_that_matter_are_found():
         ({}, Plan.all()),
         ({"plan": "head"}, Plan.last(0)),
         ({"plan": "last4"}, Plan.last(4)),
+        ({"keep": "hosvd:0.8"}, Plan.all(Backward(grid=4, keep=HOSVD(0.8)))),
+        ({"keep": "subspace:64KB", "patch": 1}, Plan.all(Backward(patch=1, keep=Subspace(memory="64KB")))),
         ({"plan": "last 12", "batch_norm": "train"}, dataclasses.replace(Plan.last(12), batch_norm="train")),
     ],
 )
@@ -132,6 +153,7 @@ def test_named_plans(given, plan):
         ({"patch": 2}, Backward(patch=2, kernel="lumped")),
         ({"grid": 7}, Backward(grid=7, kernel="lumped")),
         ({"kernel": "lift"}, Backward(patch=4, kernel="lift")),
+        ({"keep": "hosvd:0.8"}, Backward(patch=4, kernel="lumped", keep=HOSVD(0.8))),
     ],
 )
 def test_overrides_of_a_plan_in_a_file(tmp_path, given, backward):
@@ -155,6 +177,9 @@ def test_no_plan(tmp_path):
         ({"data": "photos/", "plan": "last4", "patch": 2}, "runs/photos-efficientnet-lite0-last4-patch2"),
         ({"data": "/a/b", "model": "timm/x", "plan": "c/d.yaml", "grid": 4, "kernel": "lumped"}, "runs/b-timm-x-d-grid4lumped"),
         ({"data": ".", "model": "nets:net", "exact": True, "patch": 2}, "runs/data-nets-net-all-exact"),
+        ({"grid": 4, "keep": "hosvd:0.8"}, "runs/digits-efficientnet-lite0-all-grid4-hosvd0.8"),
+        ({"patch": 2, "kernel": "lumped", "keep": "int8:64"}, "runs/digits-efficientnet-lite0-all-patch2lumped-int8-64"),
+        ({"keep": "fixed:0.9,4"}, "runs/digits-efficientnet-lite0-all-fixed0.9-4"),
         ({"out": "here"}, "here"),
     ],
 )
@@ -254,6 +279,7 @@ def test_flags_with_dashes_and_switches():
         ["--lr", "0.30000000000000004", "--mean", "[0.1, 0.2, 0.3]", "--exact", "--data", "a b"],
         ["--preset", PRESET],
         ["--preset", PRESET, "--lr", "1", "--grid", "3"],
+        ["--preset", "cifar10-mcunet-hosvd0.8", "--keep", "subspace:8x32x3x3,cold"],
     ],
 )
 def test_a_printed_config_is_read_as_the_same_settings(capsys, tmp_path, arguments):
@@ -287,6 +313,24 @@ def test_a_size_of_patches_takes_the_place_of_another(tmp_path):
     assert parse(["--config", str(file), "--exact"]) == Settings(grid=4, exact=True)
     with pytest.raises(SettingsError, match="--patch 2 and --grid 3 both"):
         parse(["--patch", "2", "--grid", "3"])
+
+
+def test_a_keep_takes_the_place_of_another_and_of_exact_backprop(tmp_path):
+    name = "cifar10-mcunet-hosvd0.8"
+    preset = Settings(**get_preset(name), preset=name)
+    assert parse(["--preset", name]) == preset
+    assert parse(["--preset", name, "--keep", "int8"]) == dataclasses.replace(preset, keep="int8")
+    assert parse(["--preset", name, "--grid", "4"]) == dataclasses.replace(preset, patch=None, grid=4)
+    for exact in ("--exact", "--exact=True"):
+        assert parse(["--preset", name, exact]) == dataclasses.replace(preset, keep=None, exact=True)
+    assert parse(["--preset", name, "--exact=false"]) == preset
+    kept = parse(["--preset", PRESET.replace("patch2", "exact"), "--keep", "int8"])
+    assert (kept.exact, kept.keep) == (False, "int8")
+    file = tmp_path / "run.yaml"
+    file.write_text("keep: int8")
+    assert parse(["--config", str(file), "--exact"]) == Settings(exact=True)
+    with pytest.raises(SettingsError, match="--keep int8 says how inputs are held, but --exact leaves that"):
+        parse(["--keep", "int8", "--exact"])
 
 
 def test_what_fits_only_with_the_preset_is_not_refused_without():

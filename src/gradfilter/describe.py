@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence, Sized
 
 from torch import nn
 
 from gradfilter.apply import Applied, find_applied
+from gradfilter.keep import FULL
 from gradfilter.plan import Backward
 from gradfilter.regions import Log
 
 
 def describe(model: nn.Module) -> str:
-    """Return the plan in force as a table: layer, backward, patch, trained parameters; then each region and its exits.
+    """Return the plan in force as a table: layer, backward, patch, keep, trained parameters; then each region and its exits.
 
-    Patch sizes, regions and exits are those of the latest forward pass with gradients. After `freeze_` there are none: then the
-    table is of the trained parameters.
+    There is no column of keeps where all inputs are held as they are. Patch sizes, regions and exits are those of the latest
+    forward pass with gradients. After `freeze_` there are none: then the table is of the trained parameters.
     """
     applied = find_applied(model)
     if applied is None:
@@ -29,11 +31,14 @@ def describe(model: nn.Module) -> str:
     # A Linear layer behind the last region, the classifier say, is trained exactly.
     planned = [name for name in layers if name in applied.resolved.convs or name in applied.patches]
     coarse = [name for name in planned if name in applied.patches or not applied.patches]
-    rows = [("layer", "backward", "patch", "trained")]
+    rows = [("layer", "backward", "patch", "keep", "trained")]
     for name in planned:
-        shown = name or "(model)"
-        rows.append((shown, str(layers[name]), describe_patch(layers[name], name, applied), trained.pop(shown, "-")))
-    rows += [(name, "-", "-", names) for name, names in trained.items()]
+        shown, backward = name or "(model)", layers[name]
+        size = str(dataclasses.replace(backward, keep=FULL))
+        rows.append((shown, size, describe_patch(backward, name, applied), str(backward.keep), trained.pop(shown, "-")))
+    rows += [(name, "-", "-", "-", names) for name, names in trained.items()]
+    if all(layers[name].keep == FULL for name in planned):
+        rows = [(*row[:3], row[4]) for row in rows]
     title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, {rest}"
     return "\n".join([title, *make_lines(rows), *describe_regions(applied.log)])
 
@@ -84,4 +89,6 @@ def describe_patch(backward: Backward, name: str, applied: Applied) -> str:
     if patch is None:
         return f"exact: {applied.exact[name]}" if name in applied.exact else "?"
     text = str(patch[0]) if patch[0] == patch[1] else f"{patch[0]}x{patch[1]}"
-    return f"{text} (exact: the map is no larger than the grid)" if backward.grid and patch == (1, 1) else text
+    if not backward.grid or patch != (1, 1):
+        return text
+    return f"{text} ({'exact: ' if backward.keep == FULL else ''}the map is no larger than the grid)"

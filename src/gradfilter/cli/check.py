@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
-from gradfilter.cli.common import add_model_and_plan
+from gradfilter.cli.common import add_model_and_plan, make_plan
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, InputError
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> int:
     """Do as the options say."""
-    plan = Plan.parse(args.plan).override(patch=args.patch, grid=args.grid, kernel=args.kernel, tokens=args.tokens)
+    plan = make_plan(args, tokens=args.tokens)
     side = find_info(args.model).resolution if args.resolution is None else args.resolution
     if side < 1 or args.batch < 1:
         raise InputError(f"--resolution {side} --batch {args.batch} is no batch of images. Give whole numbers of at least 1.")

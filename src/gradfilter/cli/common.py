@@ -9,15 +9,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gradfilter.cli.screen import make_screen
 from gradfilter.errors import SettingsError
+from gradfilter.plan import Plan
 from gradfilter.train.watch import Watch
 
 MODEL_HELP = (
     "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
     "for a function of your own that takes no arguments and returns the model"
 )
+OVERRIDES = ("patch", "grid", "kernel", "keep")
+"""The flags that override a plan's choices."""
 
 
 def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +38,15 @@ def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
         "--grid", type=int, metavar="N", help="patches per side, at every resolution (default: 4); overrides the plan's"
     )
     parser.add_argument("--kernel", choices=("lift", "lumped"), help="the coarse kernel (default: lift); overrides the plan's")
+    parser.add_argument(
+        "--keep", help="how inputs of layers are held until backward: int8, hosvd:0.8, subspace:64KB, ...; overrides the plan's"
+    )
+
+
+def make_plan(args: argparse.Namespace, **choices: Any) -> Plan:
+    """Return the plan that the flags name, with their overrides and others."""
+    given = {name: getattr(args, name) for name in OVERRIDES}
+    return Plan.parse(args.plan).override(**given, **choices)
 
 
 @contextmanager

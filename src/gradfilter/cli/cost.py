@@ -11,13 +11,13 @@ import torch
 
 from gradfilter.accounting import PaperCost, count_as_paper
 from gradfilter.apply import apply_
-from gradfilter.cli.common import add_model_and_plan, writing_to
+from gradfilter.cli.common import OVERRIDES, add_model_and_plan, make_plan, writing_to
 from gradfilter.cost import Cost, cost
 from gradfilter.environment import find_environment
-from gradfilter.errors import InputError
+from gradfilter.errors import InputError, PlanError
 from gradfilter.files import replace_file
+from gradfilter.keep import FULL
 from gradfilter.models import find_info, make_model
-from gradfilter.plan import Plan
 from gradfilter.table import Table, to_plain
 
 
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     found = measure(args)
     table = found.to_table()
     title = [args.model, f"plan {args.plan}"]
-    title += [f"{name} {value}" for name in ("patch", "grid", "kernel") if (value := getattr(args, name)) is not None]
+    title += [f"{name} {value}" for name in OVERRIDES if (value := getattr(args, name)) is not None]
     table.title = f"{table.title}: {', '.join(title)}"
     if isinstance(found, Cost):
         table.remarks.append("Maps are channels-last, as in 'gradfilter train'.")
@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> Cost | PaperCost:
     """Do as the options say."""
-    plan = Plan.parse(args.plan).override(patch=args.patch, grid=args.grid, kernel=args.kernel)
+    plan = make_plan(args)
     side = find_info(args.model).resolution if args.resolution is None else args.resolution
     if side < 1 or args.batch < 1:
         raise InputError(f"--resolution {side} --batch {args.batch} is no batch of images. Give whole numbers of at least 1.")
@@ -65,6 +65,8 @@ def measure(args: argparse.Namespace) -> Cost | PaperCost:
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     images = torch.empty(args.batch, 3, side, side, device="meta", memory_format=torch.channels_last)
     if args.accounting == "paper":
+        if any(backward.keep != FULL for backward in plan.layers.values()):
+            raise PlanError("--accounting paper counts inputs as they are, as that paper holds them: drop it, or --keep.")
         return count_as_paper(model, images)
     if args.no_measure:
         return cost(model, images, measure=False)

@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
         raise SettingsError(f"--batches is {args.batches}, but must be at least 1.")
     settings = fill_in(parse(rest))
     if settings.exact:
-        raise SettingsError("--exact leaves nothing to compare: drop it, and give a plan, --patch or --grid.")
+        raise SettingsError("--exact leaves nothing to compare: drop it, and give a plan, --patch, --grid or --keep.")
     if args.out is not None:
         with writing_to(args.out):  # before anything is measured
             pass
@@ -46,7 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage="gradfilter fidelity [--batches N] [--out FOLDER] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
         description=run.__doc__,
         epilog="Data, model and plan are set as in 'gradfilter train', whose --help lists all settings: --data, --model, "
-        "--weights, --resolution, --augment, --plan, --patch, --grid, --kernel, --batch_norm, --batch, --seed, --config, ...",
+        "--weights, --resolution, --augment, --plan, --patch, --grid, --kernel, --keep, --batch_norm, --batch, --seed, "
+        "--config, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="how many batches to compare on (default: 4)")

@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         parse_amount(kind, value)  # before anything is loaded
     settings = fill_in(parse(rest))
     if given := settings.find_plan_flags():
-        raise SettingsError(f"a budget chooses layers and patches itself: drop {', '.join(given)}.")
+        raise SettingsError(f"a budget chooses layers, patches and keeps itself: drop {', '.join(given)}.")
     import_extra("matplotlib", "gradfilter plan")
     if args.out is not None:
         with writing_to(args.out):  # before anything is measured

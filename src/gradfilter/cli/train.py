@@ -25,8 +25,14 @@ from gradfilter.train.folder import CONFIG
 from gradfilter.train.presets import get_preset
 
 FLAGS = {setting.name for setting in dataclasses.fields(Settings)}
-NO_PATCHES = {"--patch": "null", "--grid": "null", "--exact": "false"}
-"""What else sets the resolution of the gradient: where a flag gives one, a preset or a file gives none."""
+NOTHING = {"--patch": "null", "--grid": "null", "--keep": "null", "--exact": "false"}
+TAKES_PLACE = {
+    "--patch": ("--grid", "--exact"),
+    "--grid": ("--patch", "--exact"),
+    "--keep": ("--exact",),
+    "--exact=true": ("--keep",),
+}
+"""What a flag takes the place of in a preset or a file."""
 
 
 def run(argv: list[str]) -> int:
@@ -113,7 +119,7 @@ def over_preset(argv: list[str], values: dict[str, Any], command: Command) -> di
 def find_folder(values: dict[str, Any], command: Command) -> Path:
     """Return the folder of a run of which not all settings are known yet."""
     return command.find_folder(
-        Settings(**{name: values[name] for name in "out data model plan patch grid kernel exact".split()})
+        Settings(**{name: values[name] for name in "out data model plan patch grid kernel keep exact".split()})
     )
 
 
@@ -144,7 +150,7 @@ def tidy(argv: list[str]) -> list[str]:
     """Return arguments as the parser takes them.
 
     '-' in names of flags is '_', a switch alone means true, the YAML file comes first, for flags override it wherever they
-    stand, and a size of patches takes the place of a preset's.
+    stand, and a size of patches, a keep and exact backprop take the place of a preset's.
     """
     switches = {f"--{name}" for name, kind in typing.get_type_hints(Settings).items() if kind is bool}
     configs: list[str] = []
@@ -157,13 +163,14 @@ def tidy(argv: list[str]) -> list[str]:
         if flag in switches and not equals:
             is_told = bool(rest) and rest[0].lower() in ("true", "false")
             equals, value = "=", rest.popleft().lower() if is_told else "true"
+        elif flag in switches:
+            value = value.lower()
         if flag == "--config" and not equals and rest:
             equals, value = "=", rest.popleft()
         (configs if flag == "--config" else tidied).append(flag + equals + value)
     given = {argument.partition("=")[0] for argument in tidied}
-    if given & {"--patch", "--grid"}:
-        tidied += [f"{flag}={nothing}" for flag, nothing in NO_PATCHES.items() if flag not in given]
-    return configs + tidied
+    replaced = {other for flag, others in TAKES_PLACE.items() if flag in {*given, *tidied} for other in others}
+    return configs + tidied + [f"{flag}={NOTHING[flag]}" for flag in sorted(replaced - given)]
 
 
 def explain(text: str, command: Command) -> str:

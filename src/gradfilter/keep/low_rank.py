@@ -318,7 +318,8 @@ class Subspace(Sized):
             start = iterate(x, mode, draw(*shape, x.device, widen(x).dtype))
         factor = iterate(x, mode, start.to(x.device))
         if self.warm_start:
-            state.tensors[name] = factor
+            # As it comes out of a checkpoint: the bits of the next step depend on its layout.
+            state.tensors[name] = factor = factor.contiguous()
         return factor
 
     def calibrate(self, x: Tensor, state: State) -> Ranks:

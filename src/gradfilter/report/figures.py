@@ -139,6 +139,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("frozen", "frozen", {"facecolor": LIGHT["line"], "edgecolor": "none"}, 0),
     Kind("filtered", "trained, filtered gradient", {"facecolor": LIGHT["blue"], "edgecolor": LIGHT["blue"]}, 0),
+    Kind("kept", "trained, input compressed", {"facecolor": "none", "edgecolor": LIGHT["green"], "hatch": MARKS[2].hatch}, 1),
     Kind("exact", "trained, exact gradient", {"facecolor": "none", "edgecolor": LIGHT["orange"], "hatch": EXACT.hatch}, 1),
     Kind("passed", "not trained, gradient passes", {"facecolor": "none", "edgecolor": LIGHT["blue"]}, 1),
 )
@@ -146,10 +147,12 @@ KINDS = (
 
 def kind_of(layer: Layer) -> Kind:
     """Return what was done with a layer."""
-    frozen, filtered, exact, passed = KINDS
+    frozen, filtered, kept, exact, passed = KINDS
     if not layer.trained:
         return frozen if layer.backward == "frozen" else passed
-    return exact if layer.patch is None or tuple(layer.patch) == (1, 1) else filtered
+    if layer.patch is None or tuple(layer.patch) == (1, 1):
+        return exact if layer.keep is None else kept
+    return filtered
 
 
 def find_frontier(layers: Sequence[Layer]) -> int | None:

@@ -48,10 +48,11 @@ class Layer:
 
     Args:
         name: Dotted name of the module.
-        backward: How its gradient was made: "patch 2", "grid 4", "exact" or "frozen".
+        backward: How its gradient was made: "patch 2", "grid 4 int8", "exact" or "frozen".
         patch: Patch size `(h, w)` that it came to, None for a layer that is not filtered.
         trained: Whether its weights were trained.
         parameters: Number of parameters.
+        keep: How its input was held until backward, None for as it is.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Layer:
     patch: tuple[int, int] | None
     trained: bool
     parameters: int
+    keep: str | None = None
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def show_layers(results: Results) -> str:
     share = percent(parameters / all_parameters) if all_parameters else NOTHING
     text = (
         f"<p>{len(trained):,} of {len(layers):,} layers were trained: {parameters:,} of {all_parameters:,} parameters "
-        f"({share}). A patch size is in pixels of the layer's own map. "
+        f"({share}). A patch size is in pixels of the layer's own map. {_explain_keeps(layers)}"
         "Layers before the frontier, the earliest trained layer, run as in inference and keep nothing.</p>"
     )
     svg = _draw("layers", "Patch size of each layer", (11, 2.6), lambda axes: figures.draw_layers(axes, layers))
@@ -254,6 +254,11 @@ def _frozen_layers(layers: Sequence[Layer]) -> str:
     number, parameters = len(layers), sum(layer.parameters for layer in layers)
     words = f"{number:,} layer{'s' * (number != 1)} before the frontier, {parameters:,} parameters, frozen"
     return f"<details><summary>{words}</summary>{_layer_table(layers, frontier=False)}</details>"
+
+
+def _explain_keeps(layers: Sequence[Layer]) -> str:
+    keeps = list(dict.fromkeys(layer.keep for layer in layers if layer.keep is not None))
+    return f"Inputs of layers were held until backward as {markup.escape(', '.join(keeps))}. " if keeps else ""
 
 
 def _layer_table(layers: Sequence[Layer], frontier: bool = True) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gradfilter.apply import keep_state, load_keep_state_
 from gradfilter.environment import find_free_memory
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
@@ -250,7 +251,11 @@ def check_trunk(trunk: Trunk, first: Tensor, last: int) -> None:
 
 
 def run_with_gradients(model: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
-    """Return the outputs of a forward and, in training mode, the gradients of a loss for trained parameters."""
+    """Return the outputs of a forward and, in training mode, the gradients of a loss for trained parameters.
+
+    What keeps remember is as before then: the next run is to find the same.
+    """
+    remembered = keep_state(model)
     with seeded(0), torch.set_grad_enabled(model.training):
         outputs = find_tensors(forward())
         losses = [y.float().square().mean() for y in outputs if y.requires_grad]
@@ -258,6 +263,7 @@ def run_with_gradients(model: nn.Module, forward: Callable[[], Any]) -> list[Ten
             torch.stack(losses).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
+    load_keep_state_(model, remembered)
     return outputs + gradients
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfilter.apply import keep_state, load_keep_state_
 from gradfilter.errors import CheckpointError
 from gradfilter.files import replace_file
 from gradfilter.models.extras import import_extra
@@ -24,6 +25,8 @@ FORMAT = "gradfilter"
 VERSION = 1
 RUN = "/"
 """What the names of tensors begin with that are not the model's."""
+KEEPS = f"{RUN}keep/"
+"""What the names of those begin with that keeps remember."""
 
 
 def save_checkpoint(path: Path, model: nn.Module, extra: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -90,6 +93,16 @@ def unpack_optimizer_(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         if kind == "optimizer":
             state.setdefault(int(rest[0]), {})[rest[1]] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def pack_keeps(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the keeps of a model remember, as named tensors."""
+    return {f"{KEEPS}{name}": tensor for name, tensor in keep_state(model).items()}
+
+
+def unpack_keeps_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let the keeps of a model remember again; nothing, where a checkpoint is from before there were any."""
+    load_keep_state_(model, {name.removeprefix(KEEPS): x for name, x in tensors.items() if name.startswith(KEEPS)})
 
 
 def check_folder(folder: Path, needed: int) -> None:

@@ -105,8 +105,8 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
 
     Args:
         settings: What all variants have in common. `out` is the folder of the comparison; `resume` goes on with it.
-        tries: The variants, each as `--try` takes it: "exact", "patch=2 kernel=lumped", "plan=head", "mine.yaml"; where none
-            are given, the usual ones.
+        tries: The variants, each as `--try` takes it: "exact", "patch=2 kernel=lumped", "patch=1 keep=int8", "plan=head",
+            "mine.yaml"; where none are given, the usual ones.
         seeds: How many seeds to train each variant with, counted from that of the settings.
         watch: Is told what happens.
 

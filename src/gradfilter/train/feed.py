@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gradfilter.apply import keep_state, load_keep_state_
 from gradfilter.data import ImageSet, Transform
 from gradfilter.outputs import find_logits
 from gradfilter.train.batches import Rows, load, seeded, shuffle
@@ -146,7 +147,8 @@ class Feed:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Let a model run without a trace: statistics that moved are put back, and so is the random state."""
+    """Let a model run without a trace: statistics that moved are put back, and so are what keeps remember and random states."""
+    remembered = keep_state(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with seeded(0):
@@ -155,3 +157,4 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+        load_keep_state_(model, remembered)

@@ -19,6 +19,7 @@ from gradfilter.data import Data, ImageSet, load_data, make_transforms
 from gradfilter.errors import SettingsError
 from gradfilter.fidelity import Loss
 from gradfilter.files import remove_drafts
+from gradfilter.keep import FULL
 from gradfilter.models import find_info, make_model
 from gradfilter.models.extras import import_extra
 from gradfilter.outputs import find_logits
@@ -106,8 +107,10 @@ class Job:
         for name, module in find_layers(self.model).items():
             trained = any(p.requires_grad for p in module.parameters())
             patch = applied.patches.get(name)
-            backward = "frozen" if not trained else str(planned[name]) if patch else "exact"
-            layers.append(Layer(name, backward, patch, trained, sum(p.numel() for p in module.parameters())))
+            choice = planned.get(name) if trained and patch else None
+            backward = "frozen" if not trained else "exact" if choice is None else str(choice)
+            keep = None if choice is None or choice.keep == FULL else str(choice.keep)
+            layers.append(Layer(name, backward, patch, trained, sum(p.numel() for p in module.parameters()), keep))
         return tuple(layers)
 
 

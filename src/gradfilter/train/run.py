@@ -23,7 +23,14 @@ from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
 from gradfilter.train.batches import STEP, explain_workers, seeded, shuffle
 from gradfilter.train.cache import Cache
-from gradfilter.train.checkpoint import load_checkpoint, pack_optimizer, save_checkpoint, unpack_optimizer_
+from gradfilter.train.checkpoint import (
+    load_checkpoint,
+    pack_keeps,
+    pack_optimizer,
+    save_checkpoint,
+    unpack_keeps_,
+    unpack_optimizer_,
+)
 from gradfilter.train.feed import untouched
 from gradfilter.train.folder import (
     BEST,
@@ -53,7 +60,7 @@ class DivergedError(GradFilterError, RuntimeError):
 
 @dataclass
 class State:
-    """How far a run is: with the settings, the weights and the optimizer's state, all that its future depends on.
+    """How far a run is: with settings, weights and the states of optimizer and keeps, all that its future depends on.
 
     Attributes:
         epoch: The epoch at work, from 0.
@@ -298,7 +305,7 @@ def save(job: Job, state: State) -> None:
         "data": job.fingerprints,
         "state": state.to_dict(),
     }
-    save_checkpoint(job.folder / LAST, job.model, pack_optimizer(job.optimizer), about)
+    save_checkpoint(job.folder / LAST, job.model, {**pack_optimizer(job.optimizer), **pack_keeps(job.model)}, about)
 
 
 def restore(job: Job) -> State:
@@ -316,6 +323,7 @@ def restore(job: Job) -> State:
             f"the checkpoint '{job.folder / LAST}' does not fit the model {job.settings.model!r} any more: {error}"
         ) from error
     unpack_optimizer_(job.optimizer, extra)
+    unpack_keeps_(job.model, extra)
     return State.from_dict(about["state"])
 
 

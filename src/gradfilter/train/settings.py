@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any, Literal, get_args
 
 from gradfilter.data.sets import find_sets
 from gradfilter.data.transforms import Augment
-from gradfilter.errors import BudgetError, SettingsError
+from gradfilter.errors import BudgetError, PlanError, SettingsError
+from gradfilter.keep import parse_keep
 from gradfilter.plan import Plan, is_plan_file
 from gradfilter.train.cache import Place
 from gradfilter.units import parse_amount
@@ -57,6 +59,8 @@ class Settings:
         patch: Side of a patch in pixels of each layer's map; overrides the plan's.
         grid: Patches per side at every resolution (4 where nothing is said); overrides the plan's.
         kernel: The coarse kernel, "lift" where nothing is said; overrides the plan's.
+        keep: How the inputs of trained layers are held until backward: int8, hosvd:0.8, subspace:64KB, ...; overrides the
+            plan's.
         memory: Choose layers and patches for the most useful gradient while autograd holds at most this, e.g. 64MB.
         exact: Train the plan's layers with torch's own, exact backward.
         batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
@@ -109,6 +113,7 @@ class Settings:
     patch: int | None = None
     grid: int | None = None
     kernel: Kernel | None = None
+    keep: str | None = None
     memory: str | None = None
     exact: bool = False
     batch_norm: BatchNorm | None = None
@@ -144,7 +149,7 @@ class Settings:
         wrong = [*self.find_out_of_range(), *self.find_unknown()]
         if self.patch is not None and self.grid is not None:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
-        wrong += self.find_memory_clashes()
+        wrong += [*self.find_keep_clashes(), *self.find_memory_clashes()]
         if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
         if self.shards is not None and self.parts == 1:
@@ -193,6 +198,17 @@ class Settings:
             wrong.append(f"--std is {self.std}, but three finite numbers above 0")
         return wrong
 
+    def find_keep_clashes(self) -> list[str]:
+        """List what is wrong with the keep."""
+        if self.keep is None:
+            return []
+        try:
+            parse_keep(self.keep)
+        except PlanError as error:
+            return [f"--keep: {str(error).removesuffix('.')}"]
+        clash = f"--keep {self.keep} says how inputs are held, but --exact leaves that to torch's own backward: give one"
+        return [clash] if self.exact else []
+
     def find_memory_clashes(self) -> list[str]:
         """List what cannot stand beside a budget of memory, which chooses the plan itself."""
         if self.memory is None:
@@ -202,12 +218,12 @@ class Settings:
         except BudgetError as error:
             return [f"--{str(error).removesuffix('.')}"]
         both = self.find_plan_flags()
-        return [f"--memory {self.memory} chooses layers and patches itself: drop {', '.join(both)}"] if both else []
+        return [f"--memory {self.memory} chooses layers, patches and keeps itself: drop {', '.join(both)}"] if both else []
 
     def find_plan_flags(self) -> list[str]:
         """List the flags that are given and choose a plan."""
-        given = {"--patch": self.patch, "--grid": self.grid, "--kernel": self.kernel, "--exact": self.exact or None}
-        given["--plan"] = None if self.plan == "all" else self.plan
+        given = {"--patch": self.patch, "--grid": self.grid, "--kernel": self.kernel, "--keep": self.keep}
+        given |= {"--exact": self.exact or None, "--plan": None if self.plan == "all" else self.plan}
         return [flag for flag, value in given.items() if value is not None]
 
     def find_unknown(self) -> list[str]:
@@ -232,15 +248,16 @@ class Settings:
         return Path("runs") / "-".join(word for word in words if word)
 
     def describe_backward(self) -> str:
-        """Return the overrides of the plan in one word."""
+        """Return the overrides of the plan in one word, which can be part of a file's name."""
         if self.exact:
             return "exact"
         size = f"patch{self.patch}" if self.patch is not None else f"grid{self.grid}" if self.grid is not None else ""
-        return size + ("lumped" if self.kernel == "lumped" else "")
+        size += "lumped" if self.kernel == "lumped" else ""
+        return "-".join(word for word in (size, make_word(self.keep or "")) if word)
 
     def make_plan(self) -> Plan:
         """Return the plan: a named one or a file's, with the overrides."""
-        plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel)
+        plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel, keep=self.keep)
         return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm)
 
     def make_absolute(self) -> Settings:
@@ -263,14 +280,22 @@ class Settings:
         return cls(**values)
 
     def find_changes(self, before: dict[str, Any]) -> list[str]:
-        """List the settings that differ from those of an earlier run, as far as they change what is computed."""
+        """List the settings that differ from those of an earlier run, as far as they change what is computed.
+
+        A setting that did not exist when that run was made was as its default is.
+        """
         now = self.make_absolute().to_dict()
-        before = {**before, **find_absolute(before)}
+        before = {**Settings().to_dict(), **before}
+        before |= find_absolute(before)
         return [
-            f"--{key} was {before.get(key, 'not there')}, now {now[key]}"
-            for key in now
-            if key not in MAY_CHANGE and (key not in before or before[key] != now[key])
+            f"--{key} was {before[key]}, now {now[key]}" for key in now if key not in MAY_CHANGE and before[key] != now[key]
         ]
+
+
+def make_word(keep: str) -> str:
+    """Return a keep as a part of a file's name, another one for each: "hosvd0.8", "int8-64", "fixed0.9-4"."""
+    text = re.sub(r"(?<=[a-z]):", "", keep.lower().replace(" ", ""))
+    return re.sub(r"[^\w.]+", "-", text)
 
 
 def find_absolute(values: Mapping[str, Any]) -> dict[str, str]:

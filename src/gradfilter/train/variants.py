@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gradfilter.errors import PlanError, SettingsError
+from gradfilter.keep import parse_keep
 from gradfilter.plan import is_plan_file
-from gradfilter.train.settings import BatchNorm, Kernel, Settings
+from gradfilter.train.settings import BatchNorm, Kernel, Settings, make_word
 
-KEYS = ("plan", "patch", "grid", "kernel", "exact", "batch_norm")
+KEYS = ("plan", "patch", "grid", "kernel", "keep", "exact", "batch_norm")
 """The settings that choose a plan: what a variant may change."""
 WORDS: dict[str, tuple[str, ...]] = {"kernel": get_args(Kernel), "batch_norm": get_args(BatchNorm), "exact": ("true", "false")}
 USUAL = ("plan=head", "exact", "grid=4", "patch=2", "patch=4")
@@ -74,9 +75,9 @@ def make_variant(settings: Settings, text: str) -> Variant:
     changes = parse_changes(text)
     changed = dataclasses.replace(settings, **find_replaced(changes), **changes)
     changed.make_plan()
-    words = [describe(key, changes[key]) for key in KEYS if key in changes]
-    folder = "-".join(re.sub(r"[^\w-]+", "", word) for word in words) or "plan"
-    return Variant(text, ", ".join(words), folder, changed)
+    words = {key: describe(key, changes[key]) for key in KEYS if key in changes}
+    folder = "-".join(make_word(changes[key]) if key == "keep" else re.sub(r"[^\w-]+", "", word) for key, word in words.items())
+    return Variant(text, ", ".join(words.values()), folder or "plan", changed)
 
 
 def parse_changes(text: str) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def parse_changes(text: str) -> dict[str, Any]:
         if key in changes:
             raise SettingsError(f"{key} is said twice. Give one.")
         changes[key] = parse_value(key, value)
-    idle = [key for key in ("patch", "grid", "kernel") if key in changes and changes.get("exact")]
+    idle = [key for key in ("patch", "grid", "kernel", "keep") if key in changes and changes.get("exact")]
     if idle:
         raise SettingsError(f"exact backprop has no {' and no '.join(idle)}. Give one or the other.")
     return changes
@@ -119,7 +120,7 @@ def parse_value(key: str, value: str) -> Any:
         if value not in WORDS[key]:
             raise SettingsError(f"{key} is {value!r}, but must be one of {', '.join(WORDS[key])}.")
         return value == "true" if key == "exact" else value
-    if key == "plan":
+    if key in ("plan", "keep"):
         return value
     if not (value.isascii() and value.isdigit()):
         raise SettingsError(f"{key} is {value!r}, but must be a whole number.")
@@ -127,21 +128,23 @@ def parse_value(key: str, value: str) -> Any:
 
 
 def find_replaced(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the common settings that do not reach a variant: its own size of patches, or a plan file's, replaces them."""
+    """Return the common settings that do not reach a variant: its own choices, or a plan file's, replace them."""
     replaced: dict[str, Any] = {}
-    if changes.keys() & {"patch", "grid", "kernel"}:
+    if changes.keys() & {"patch", "grid", "kernel", "keep"}:
         replaced = {"exact": False}
-    if changes.keys() & {"patch", "grid"} or changes.get("exact"):
+    if changes.keys() & {"patch", "grid"}:
         replaced |= {"exact": False, "patch": None, "grid": None}
+    if changes.get("exact"):
+        replaced |= {"patch": None, "grid": None, "keep": None}
     if is_plan_file(changes.get("plan", "")):
-        replaced |= {"exact": False, "patch": None, "grid": None, "kernel": None}
+        replaced |= {"exact": False, "patch": None, "grid": None, "kernel": None, "keep": None}
     return {key: value for key, value in replaced.items() if key not in changes}
 
 
 def check_new(variant: Variant, others: Sequence[Variant]) -> None:
     """Refuse a variant that is there already, or whose folder is taken."""
     for other in others:
-        if other.settings == variant.settings:
+        if spell_out(other.settings) == spell_out(variant.settings):
             raise SettingsError(f"it is the same as --try {shlex.quote(other.text)}. Leave one out.")
         if other.folder.lower() == variant.folder.lower():  # some file systems do not tell them apart
             raise SettingsError(
@@ -151,10 +154,15 @@ def check_new(variant: Variant, others: Sequence[Variant]) -> None:
         raise SettingsError(f"the folder '{CACHE}' is that of the trunk cache. Give the plan file another name.")
 
 
+def spell_out(settings: Settings) -> Settings:
+    """Return settings with the keep as it is always written."""
+    return dataclasses.replace(settings, keep=settings.keep and str(parse_keep(settings.keep)))
+
+
 def describe(key: str, value: Any) -> str:
     """Return a change in a word or two."""
     if key == "plan":
         return Path(value).stem if is_plan_file(value) else value
     if key == "exact":
         return "exact" if value else "filtered"
-    return value if key == "kernel" else f"{key.replace('_', ' ')} {value}"
+    return value if key in ("kernel", "keep") else f"{key.replace('_', ' ')} {value}"
