@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, planner, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, memory, paper, planner, step
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--seeds", type=int, default=3)
     sub.add_argument("--calibrate", action="store_true", help="start all methods from the classifier that was trained alone")
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
+    add(commands, "keeps", data=True, model="mcunet-in3", weights="pretrained", batch=None, pixels=None, rounds=7, threads=1)
     add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
     args = parser.parse_args(argv)
     try:
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
             reports = [planner.measure(args.data, args.label, args.model, args.weights, *figures)]
         elif args.command == "coverage":
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
+        elif args.command == "keeps":
+            sizes = args.batch, args.pixels, args.rounds, args.threads
+            reports = keeps.measure(args.data, args.label, args.model, args.weights, *sizes)
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
         elif args.command == "paper":
