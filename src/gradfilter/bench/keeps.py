@@ -114,7 +114,8 @@ def measure_steps(report: Report, network: nn.Module, images: Tensor, labels: Te
         "Trained: the last convolutions and the classifier; all methods run the frozen layers before them alike. MB held: all "
         "that autograd holds after forward, measured (parameters and buffers excluded). Step: forward and loss, backward, SGD "
         f"update. Ratios: median of {rounds} rounds in which all methods take turns, each within one round; forward and "
-        "backward to exact's own. One batch, over and over: Subspace has chosen its ranks on it, so they are HOSVD's, and so are its bytes.",
+        "backward to exact's own. One batch, over and over: Subspace has chosen its ranks on it, so they are "
+        "HOSVD's, and so are its bytes.",
     ]
     return report
 
@@ -139,7 +140,7 @@ def measure_overhead(report: Report, network: nn.Module, images: Tensor, rounds:
     """Fill the table of the time that it takes to compress the inputs of the last convolutions, layer by layer."""
     report.columns = ("layer", "input", f"{FULL_SVDS}, ms", *(f"{name}, ms" for name in COMPRESSED), "SVDs / HOSVD")
     inputs = find_inputs(network, max(DEPTHS), images)
-    runs = {FULL_SVDS: [partial(decompose_fully, x) for x in inputs.values()]}
+    runs: dict[str, list[Callable[[], object]]] = {FULL_SVDS: [partial(decompose_fully, x) for x in inputs.values()]}
     for name, keep in COMPRESSED.items():
         runs[name] = [partial(keep.compress, x, State(layer)) for layer, x in inputs.items()]
     times = take_turns({name: partial(time_each, these, images) for name, these in runs.items()}, rounds)
