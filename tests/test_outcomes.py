@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from gradfilter.plan import Plan
+from gradfilter.keep import parse_keep
+from gradfilter.plan import Backward, Plan
 from gradfilter.report import Cost, Epoch, Layer, Results, pareto
-from gradfilter.report.outcomes import find_front, find_interval, find_outcomes, make_table
+from gradfilter.report.outcomes import KINDS, find_front, find_interval, find_outcomes, make_table
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -45,6 +46,7 @@ def test_outcomes_by_hand():
     assert patch.interval == pytest.approx(find_interval(0.8, 200))
     assert (patch.saved_bytes, patch.fewer, patch.step_ratio) == (10, 4, 0.5)
     assert (exact.saved_bytes, exact.fewer, exact.step_ratio) == (40, 1, 1)
+    assert (head.kind, exact.kind, patch.kind) == ("exact backprop", "exact backprop", "filtered")
     assert (head.fewer, head.step_ratio) == pytest.approx((20, (4 / 4) / (9 / 3)))  # by way of inference
     assert [outcome.method for outcome in find_front([head, exact, patch], lambda one: one.saved_bytes)] == [
         *("head", "patch", "exact")
@@ -81,7 +83,8 @@ def test_pictures_of_all_kinds():
     assert pareto.make_pareto("title", [lost]) is None
 
 
-def test_no_label_covers_another(monkeypatch):
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_no_label_covers_another(monkeypatch, is_paired):
     """The methods of docs/results, some of which lie close together."""
     rows = json.loads((RESULTS / "accuracy-cifar10-mcunet-in3-all.json").read_text("utf-8"))["rows"]
     (first,) = find_outcomes({"patch": [make_results(0.6, cost=COST)]}, "patch")
@@ -91,10 +94,13 @@ def test_no_label_covers_another(monkeypatch):
             method=row["method"],
             accuracy=float(row["accuracy, %"]) / 100,
             interval=tuple(float(share) / 100 for share in row["95 % interval"].split("–")),
+            difference=float(row["less exact, paired"].replace("–", "nan")) / 100,
+            error=float(row["± s.e."].replace("–", "nan")) / 100,
             saved_bytes=1e6 * float(row["MB held"]),
             step_ratio=float(row["step / exact"]),
+            kind=kind,
         )
-        for row in rows
+        for row, kind in zip(rows, itertools.cycle(KINDS), strict=False)
     ]
     boxes: dict[Any, list[Any]] = {}
     place = pareto.place_label
@@ -104,8 +110,36 @@ def test_no_label_covers_another(monkeypatch):
         return boxes[axes][-1]
 
     monkeypatch.setattr(pareto, "place_label", remember)
-    assert pareto.make_pareto("title", outcomes) is not None
-    assert [len(these) for these in boxes.values()] == [10, 10]
+    if is_paired:
+        assert pareto.make_paired_pareto("title", outcomes, "exact") is not None
+        assert [len(these) for these in boxes.values()] == [10]
+    else:
+        assert pareto.make_pareto("title", outcomes) is not None
+        assert [len(these) for these in boxes.values()] == [10, 10]
     for axes, these in boxes.items():
         assert not any(one.overlaps(other) for one, other in itertools.combinations(these, 2))
         assert all(axes.get_window_extent().fully_containsx(x) for box in these for x in (box.x0, box.x1))
+
+
+def test_paired_by_hand():
+    """The reference is at nothing; one seed has no standard error."""
+    runs = {"exact": [make_results(0.8, exact=True)], "patch": [make_results(0.75, cost=COST)]}
+    exact, patch = (pareto.pair(outcome, "exact") for outcome in find_outcomes(runs, "exact"))
+    assert (exact.accuracy, exact.interval) == (0, (0, 0))
+    assert (patch.accuracy, *patch.interval) == pytest.approx((-0.05, -0.05, -0.05))
+    more = find_outcomes({name: [*these, *these] for name, these in runs.items()}, "exact")[1]
+    low, high = pareto.pair(dataclasses.replace(more, error=0.01), "exact").interval
+    assert (low, high) == pytest.approx((-0.06, -0.04))
+    assert pareto.make_paired_pareto("title", [exact], "exact") is not None
+    assert pareto.make_paired_pareto("title", [dataclasses.replace(exact, saved_bytes=math.nan)], "exact") is None
+
+
+@pytest.mark.parametrize(
+    ("patch", "keep", "kind"),
+    [((1, 1), "hosvd:0.8", "compressed"), ((2, 2), "int8", "filtered and compressed"), ((2, 2), "full", "filtered")],
+)
+def test_kinds(patch, keep, kind):
+    results = make_results(0.5, cost=COST)
+    layers = tuple(dataclasses.replace(layer, patch=patch if layer.name == "conv" else None) for layer in results.layers)
+    results = dataclasses.replace(results, layers=layers, plan=Plan.all(Backward(patch=patch, keep=parse_keep(keep))).to_yaml())
+    assert find_outcomes({"one": [results]}, "one")[0].kind == kind

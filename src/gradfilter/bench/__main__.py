@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, memory, paper, planner, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, memory, paper, planner, step
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -36,7 +36,7 @@ def add(commands: Any, name: str, data: bool = False, **defaults: str | int | No
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmarks that the command line names: memory and step time where it names none."""
     parser = argparse.ArgumentParser(prog="python -m gradfilter.bench", description=__doc__)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="also write Markdown and JSON there")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="also write Markdown, JSON and pictures there")
     commands = parser.add_subparsers(dest="command")
     for name, rounds in (("memory", 3), ("step", 7)):
         add(commands, name, model="mobilenet_v2", batch=32, pixels=224, rounds=rounds, threads=1)
@@ -58,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--cache", choices=("off", "memory", "disk"), default="off", help="trunk cache, shared by all runs")
     sub.add_argument("--seeds", type=int, default=3)
     sub.add_argument("--calibrate", action="store_true", help="start all methods from the classifier that was trained alone")
+    sub.add_argument("--methods", nargs="+", default=["*"], metavar="GLOB", help='run these, e.g. "lift*", beside exact')
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
+    add(commands, "keeps", data=True, model="mcunet-in3", weights="pretrained", batch=None, pixels=None, rounds=7, threads=1)
     add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
     args = parser.parse_args(argv)
     try:
@@ -66,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
             depth = accuracy.Depth(
                 args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.head_lr, args.calibrate
             )
-            reports = [accuracy.measure(args.data, args.label, args.model, args.weights, depth, args.seeds, args.work)]
+            runs = depth, args.seeds, args.work, args.methods
+            reports = [accuracy.measure(args.data, args.label, args.model, args.weights, *runs)]
         elif args.command == "cache":
             settings = cache.make_settings(args.data, args.model, args.weights, args.plan)
             changes = {"resolution": args.pixels, "limit": args.images, "batch": args.batch, "threads": args.threads}
@@ -80,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
             reports = [planner.measure(args.data, args.label, args.model, args.weights, *figures)]
         elif args.command == "coverage":
             reports = [coverage.measure(args.only, args.sample, args.pixels)]
+        elif args.command == "keeps":
+            sizes = args.batch, args.pixels, args.rounds, args.threads
+            reports = keeps.measure(args.data, args.label, args.model, args.weights, *sizes)
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
         elif args.command == "paper":

@@ -1,15 +1,20 @@
-"""Does it learn? One model, one data set, one recipe: exact backprop and filtered gradients, paired by seed."""
+"""Does it learn? One model, one data set, one recipe: exact backprop, filtered gradients and keeps, paired by seed."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from gradfilter.bench.report import Report
 from gradfilter.data import load_data
+from gradfilter.errors import GradFilterError
 from gradfilter.report import Results
 from gradfilter.report.outcomes import find_outcomes, make_table
+from gradfilter.report.pareto import make_paired_pareto
 from gradfilter.train import Settings, train
 from gradfilter.train.cache import Place
 from gradfilter.train.compare import find_results
@@ -20,6 +25,12 @@ METHODS: dict[str, dict[str, Any]] = {
     **{f"lift, patch {r}": {"patch": r} for r in (2, 4, 7)},
     **{f"lift, grid {n}": {"grid": n} for n in (4, 7)},
     **{f"lumped, patch {r}": {"patch": r, "kernel": "lumped"} for r in (2, 4, 7)},
+    **{f"HOSVD {energy}": {"patch": 1, "keep": f"hosvd:{energy}"} for energy in (0.8, 0.9)},
+    "SVD 0.8": {"patch": 1, "keep": "svd:0.8"},
+    "Subspace 0.8": {"patch": 1, "keep": "subspace:0.8"},
+    "Int8": {"patch": 1, "keep": "int8"},
+    "lift, patch 2 × Int8": {"patch": 2, "keep": "int8"},
+    "lift, patch 2 × HOSVD 0.8": {"patch": 2, "keep": "hosvd:0.8"},
 }
 RECIPE: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4, "clip": 2.0, "batch_norm": "eval"}
 
@@ -50,12 +61,14 @@ class Depth:
     calibrate: bool = False
 
 
-def measure(data: Path, label: str, model: str, weights: str, depth: Depth, seeds: int, work: Path) -> Report:
+def measure(
+    data: Path, label: str, model: str, weights: str, depth: Depth, seeds: int, work: Path, globs: Sequence[str] = ("*",)
+) -> Report:
     """Return the accuracy by method: mean over seeds, difference to exact paired by seed, and what it costs.
 
     Every run is a `gradfilter train` in a folder of its own below `work`; those that are done are not run again.
     """
-    methods = {HEAD: {"plan": "head"}, **METHODS}
+    methods = choose_methods(globs, depth)
     loaded = load_data(str(data))
     results: dict[str, list[Results]] = {method: [] for method in methods}
     for seed in range(seeds):
@@ -66,7 +79,22 @@ def measure(data: Path, label: str, model: str, weights: str, depth: Depth, seed
             settings = make_settings(data, model, start, depth, seed, work, method, choices)
             results[method].append(find_results(settings) or train(settings, data=loaded))
             print(f"{depth.plan}, {method}, seed {seed}: {results[method][-1].best.val_accuracy:.2%}", flush=True)
-    return make_report(label, model, depth, results, len(loaded.val))
+    return make_report(label, model, depth, results, len(loaded.val), globs)
+
+
+def choose_methods(globs: Sequence[str], depth: Depth) -> dict[str, dict[str, Any]]:
+    """Return the methods that a glob names, and those that they are compared with or start from, in the order of the table."""
+    methods = {HEAD: {"plan": "head"}, **METHODS}
+    for glob in globs:
+        if not any(is_named(method, [glob]) for method in methods):
+            raise GradFilterError(f"--methods {glob!r} is none of the methods, which are: {'; '.join(methods)}.")
+    needed = {EXACT, HEAD} if depth.calibrate else {EXACT}
+    return {name: choices for name, choices in methods.items() if name in needed or is_named(name, globs)}
+
+
+def is_named(method: str, globs: Sequence[str]) -> bool:
+    """Tell whether a glob names a method, in capitals or not."""
+    return any(fnmatchcase(method.lower(), glob.lower()) for glob in globs)
 
 
 def make_settings(
@@ -74,7 +102,7 @@ def make_settings(
 ) -> Settings:
     """Return the settings of one run."""
     plan = choices.get("plan", depth.plan)
-    name = "-".join([depth.plan, method.replace(", ", "-").replace(" ", ""), f"seed{seed}"])
+    name = "-".join([depth.plan, method.replace(", ", "-").replace(" × ", "-").replace(" ", ""), f"seed{seed}"])
     return Settings(
         data=str(data),
         model=model,
@@ -96,27 +124,32 @@ def make_settings(
     )
 
 
-def make_report(label: str, model: str, depth: Depth, results: dict[str, list[Results]], tested: int) -> Report:
-    """Return the table of all runs of one depth."""
+def make_report(
+    label: str, model: str, depth: Depth, results: dict[str, list[Results]], tested: int, globs: Sequence[str]
+) -> Report:
+    """Return the table of all runs of one depth, and its picture."""
     first = results[EXACT][0]
     what = f"the last {depth.plan.removeprefix('last')} convolutions and the classifier"
     title = (
         f"Accuracy: {model}, ImageNet weights, {label}, {'all layers' if depth.plan == 'all' else what} trained, "
         f"{first.settings['resolution']} px"
     )
-    table = make_table(title, find_outcomes(results, EXACT), EXACT)
-    command = make_command(label, model, depth, len(results[EXACT]))
+    outcomes = find_outcomes(results, EXACT)
+    table = make_table(title, outcomes, EXACT)
+    command = make_command(label, model, depth, len(results[EXACT]), globs)
     report = Report(f"accuracy-{label}-{model}-{depth.plan}", title, command, list(table.columns), list(table.to_cells()))
     report.remarks = describe_runs(depth, first, len(results[EXACT]), tested)
+    report.picture = make_paired_pareto(title, outcomes, EXACT)
     return report
 
 
-def make_command(label: str, model: str, depth: Depth, seeds: int) -> str:
+def make_command(label: str, model: str, depth: Depth, seeds: int, globs: Sequence[str]) -> str:
     """Return the command that repeats the runs."""
     options = {"label": label, "model": model, "plan": depth.plan, "images": depth.images, "epochs": depth.epochs}
     options |= {"lr": depth.lr, "head-lr": depth.head_lr, "batch": depth.batch, "seeds": seeds, "cache": depth.cache}
     words = [f"--{name} {value}" for name, value in options.items() if value is not None]
     words += ["--calibrate"] if depth.calibrate else []
+    words += ["--methods", *map(shlex.quote, globs)] if "*" not in globs else []
     return " ".join(["python -m gradfilter.bench accuracy --data FOLDER --weights FILE --work FOLDER", *words])
 
 
@@ -130,6 +163,8 @@ def describe_runs(depth: Depth, first: Results, seeds: int, tested: int) -> list
         "classifier and, where not all are trained on, the choice of images are the seed's, and the same for every method.",
         f"The interval is Wilson's, of {tested * seeds} tested images: it leaves out what a seed does. The standard error is "
         "that of the difference to exact, paired by seed.",
+        "Where a keep stands alone, the patch is 1: the gradient has every pixel. Subspace 0.8 has at all times the ranks "
+        "that HOSVD 0.8 has on the first batch.",
         f"MB held: what autograd holds for a batch of {depth.batch}, measured. Step / exact: time of a training step, frozen "
         "layers included, median of alternating rounds in one process; that of the classifier alone is compared "
         "by way of inference.",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradfilter.keep import FULL
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost, Results
 from gradfilter.report.text import half_interval
@@ -14,6 +15,8 @@ from gradfilter.table import Table
 
 Runs = Mapping[str, Sequence[Results | None]]
 """From a method to its runs, one for each seed, in the same order; None for a run that diverged."""
+FILTERED, EXACT, COMPRESSED, BOTH = KINDS = ("filtered", "exact backprop", "compressed", "filtered and compressed")
+"""How a method makes its gradient: coarse, from inputs held compressed, both or neither."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Outcome:
         saved_bytes: What autograd held for a batch.
         fewer: How many times fewer that is than exact backprop of the reference's layers.
         step_ratio: Time of a training step beside an exact one of the reference's layers.
-        is_exact: Whether it is exact backprop itself.
+        kind: How it makes its gradient, one of `KINDS`; training the classifier alone is exact backprop of that.
     """
 
     method: str
@@ -40,7 +43,7 @@ class Outcome:
     saved_bytes: float
     fewer: float
     step_ratio: float
-    is_exact: bool
+    kind: str
 
 
 def find_outcomes(runs: Runs, reference: str, measure: Callable[[str], Cost | None] = lambda method: None) -> list[Outcome]:
@@ -69,7 +72,7 @@ def find_outcomes(runs: Runs, reference: str, measure: Callable[[str], Cost | No
                 statistics.fmean(differences),
                 error,
                 *compare_costs(costs[method], costs[reference], is_same),
-                is_exact=is_exact(runs[method]),
+                kind=find_kind(runs[method]),
             )
         )
     return outcomes
@@ -128,6 +131,16 @@ def is_exact(runs: Sequence[Results | None]) -> bool:
     """Tell whether a method is exact backprop."""
     first = find_first(runs)
     return first is not None and bool(first.settings["exact"])
+
+
+def find_kind(runs: Sequence[Results | None]) -> str:
+    """Return how a method makes its gradient."""
+    first = find_first(runs)
+    if first is None or is_exact(runs):
+        return EXACT
+    is_filtered = any(layer.trained and tuple(layer.patch or (1, 1)) != (1, 1) for layer in first.layers)
+    is_compressed = any(backward.keep != FULL for backward in Plan.from_yaml(first.plan).layers.values())
+    return (BOTH if is_filtered else COMPRESSED) if is_compressed else FILTERED if is_filtered else EXACT
 
 
 def find_accuracies(runs: Sequence[Results | None]) -> list[float]:

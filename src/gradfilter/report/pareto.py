@@ -1,5 +1,6 @@
 """compare.png: accuracy against what it costs, in bytes held and in time, with the methods that no other beats in both."""
 
+import dataclasses
 import io
 import math
 import re
@@ -7,20 +8,22 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from gradfilter.report.outcomes import Outcome, find_front
-from gradfilter.report.style import LIGHT, MARKS, drawing, make_figure
+from gradfilter.report.outcomes import KINDS, Outcome, find_front
+from gradfilter.report.style import LIGHT, MARKS, Mark, drawing, make_figure
 from gradfilter.report.text import byte_size, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-FILTERED, EXACT = MARKS[:2]
+OF_KIND: dict[str, Mark] = dict(zip(KINDS, MARKS, strict=True))
 Price = Callable[[Outcome], float]
 """What a method is charged for in one panel."""
 
 _DPI = 130
 _LONGEST = 28  # characters of a label
+_BAR: dict[str, Any] = {"linewidth": 2.4, "alpha": 0.4}
 _FAR = 20  # points: a label further from its point than this has a line to it
 # Where a label may stand, in points from its point, nearest first.
 _PLACES = [
@@ -32,20 +35,50 @@ _PLACES = [
 
 def make_pareto(title: str, outcomes: Sequence[Outcome]) -> bytes | None:
     """Return the comparison as one PNG picture; None where no method has both an accuracy and a cost."""
-    panels: list[tuple[Callable[[Any], None], Price]] = [(_scale_bytes, _find_bytes), (_scale_time, _find_time)]
+    return draw_picture(
+        title, outcomes, [(_scale_bytes, _find_bytes), (_scale_time, _find_time)], "Accuracy (%)", "95 % interval"
+    )
+
+
+def make_paired_pareto(title: str, outcomes: Sequence[Outcome], reference: str) -> bytes | None:
+    """Return accuracies less the reference's, paired by seed, by bytes held, as one PNG picture; None as in `make_pareto`."""
+    height = f"Accuracy less that of {reference} (percentage points)"
+    paired = [pair(outcome, reference) for outcome in outcomes]
+    return draw_picture(title, paired, [(_scale_bytes, _find_bytes)], height, "± standard error, paired by seed")
+
+
+def pair(outcome: Outcome, reference: str) -> Outcome:
+    """Return an outcome whose accuracy is the difference to the reference, and whose interval is its standard error."""
+    difference = 0.0 if outcome.method == reference else outcome.difference
+    error = outcome.error if math.isfinite(outcome.error) else 0.0
+    return dataclasses.replace(outcome, accuracy=difference, interval=(difference - error, difference + error))
+
+
+def draw_picture(
+    title: str, outcomes: Sequence[Outcome], panels: Sequence[tuple[Callable[[Any], None], Price]], height: str, interval: str
+) -> bytes | None:
+    """Return a picture with a panel for each price; None where no method has both an accuracy and a cost.
+
+    Args:
+        title: One line.
+        outcomes: The methods.
+        panels: For each panel, what labels its axis, and what is drawn along it.
+        height: What the other axis shows.
+        interval: What the vertical lines show.
+    """
     panels = [(scale, price) for scale, price in panels if find_front(outcomes, price)]
     if not panels:
         return None
     with drawing():
-        figure = make_figure(12, 4.9)
+        figure = make_figure(12, 4.9 if len(panels) > 1 else 6.2)
         figure.set_dpi(_DPI)  # before labels are measured
-        figure.suptitle(shorten(title, 100), x=0.012, ha="left", fontsize=11, color=LIGHT["muted"])
+        figure.suptitle(shorten(title, 120), x=0.012, ha="left", fontsize=11, color=LIGHT["muted"])
         axes: Any = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for part, (scale, price) in zip(axes, panels, strict=True):
             draw_outcomes(part, outcomes, price)
             scale(part)
-        handles = {label: handle for part in axes for handle, label in zip(*part.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=5, handlelength=1.8)
+            part.set_title(f"{height} by {part.get_title(loc='left')}")
+        draw_legend(figure, outcomes, interval)
         figure.draw_without_rendering()  # labels are placed where the layout has put the points; it must not move them again
         figure.set_layout_engine("none")
         for part, (_, price) in zip(axes, panels, strict=True):
@@ -59,26 +92,45 @@ def make_pareto(title: str, outcomes: Sequence[Outcome]) -> bytes | None:
 def draw_outcomes(axes: "Axes", outcomes: Sequence[Outcome], price: Price) -> None:
     """Draw each method with its interval: filled where it is on the front, hollow where another is better and cheaper."""
     front = find_front(outcomes, price)
-    axes.plot([], [], color=LIGHT["muted"], linewidth=1.2, label="no method is both better and cheaper")
     for outcome in find_known(outcomes, price):
-        mark, kind = (EXACT, "exact backprop") if outcome.is_exact else (FILTERED, "filtered")
-        colour, is_best = LIGHT[mark.colour], outcome in front
+        mark = OF_KIND[outcome.kind]
         low, high = (100 * share for share in outcome.interval)
-        point = {"marker": mark.marker, "markersize": 8, "markeredgecolor": colour, "markeredgewidth": 1.6, "linestyle": "none"}
-        axes.vlines(price(outcome), low, high, color=LIGHT["line"], linewidth=1.8, zorder=1)
-        axes.plot(
-            price(outcome),
-            100 * outcome.accuracy,
-            **point,
-            markerfacecolor=colour if is_best else "#ffffff",
-            zorder=3,
-            label=kind if is_best else f"{kind}, not on the front",
-        )
-    axes.vlines([], 0, 0, color=LIGHT["line"], linewidth=1.8, label="95 % interval")
+        axes.vlines(price(outcome), low, high, color=LIGHT[mark.colour], **_BAR, zorder=1)
+        face = LIGHT[mark.colour] if outcome in front else "#ffffff"
+        axes.plot(price(outcome), 100 * outcome.accuracy, **make_point(mark), markerfacecolor=face, zorder=3)
     places = [price(outcome) for outcome in find_known(outcomes, price)]
     if min(places) == max(places):
         axes.set_xlim(places[0] / 2, places[0] * 2)
     axes.margins(x=0.16, y=0.12)
+
+
+def make_point(mark: Mark) -> dict[str, Any]:
+    """Return how a method is drawn, all but its face."""
+    return {
+        "marker": mark.marker,
+        "markersize": 8,
+        "markeredgecolor": LIGHT[mark.colour],
+        "markeredgewidth": 1.6,
+        "linestyle": "none",
+    }
+
+
+def draw_legend(figure: "Figure", outcomes: Sequence[Outcome], interval: str) -> None:
+    """Say below the panels what marks and lines are."""
+    from matplotlib.lines import Line2D
+
+    shown = {outcome.kind for outcome in outcomes}
+    handles = {
+        kind: Line2D([], [], **make_point(mark), markerfacecolor=LIGHT[mark.colour])
+        for kind, mark in OF_KIND.items()
+        if kind in shown
+    }
+    handles["hollow: another is better and cheaper"] = Line2D(
+        [], [], **{**make_point(MARKS[0]), "markeredgecolor": LIGHT["muted"]}, markerfacecolor="#ffffff"
+    )
+    handles["front: what can be had at each price"] = Line2D([], [], color=LIGHT["muted"], linewidth=1.2)
+    handles[interval] = Line2D([], [], color=LIGHT["muted"], **_BAR)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=4, handlelength=1.8)
 
 
 def draw_front(axes: "Axes", outcomes: Sequence[Outcome], price: Price) -> None:
@@ -179,7 +231,7 @@ def _scale_bytes(axes: "Axes") -> None:
     axes.xaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+(?!\d)", "", byte_size(value))))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_title("Accuracy (%) by bytes held")
+    axes.set_title("bytes held")
     axes.set_xlabel("held by autograd for a batch")
 
 
@@ -188,7 +240,7 @@ def _scale_time(axes: "Axes") -> None:
 
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.yaxis.set_tick_params(labelleft=True)
-    axes.set_title("Accuracy (%) by time of a step")
+    axes.set_title("time of a step")
     axes.set_xlabel("time of a training step, exact = 1")
 
 
