@@ -319,7 +319,7 @@ class Subspace(Sized):
         factor = iterate(x, mode, start.to(x.device))
         if self.warm_start:
             # As it comes out of a checkpoint: the bits of the next step depend on its layout.
-            state.tensors[name] = factor = factor.contiguous()
+            state.tensors[name] = factor
         return factor
 
     def calibrate(self, x: Tensor, state: State) -> Ranks:

@@ -153,7 +153,7 @@ def cut(directions: Tensor, rank: int) -> Tensor:
 
 
 def orthonormalise(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns of the same span, row by row in memory, as a checkpoint gives them back: products then agree."""
+    """Return orthonormal columns of the same span, row by row in memory, as a checkpoint gives them back."""
     return torch.linalg.qr(matrix).Q.contiguous()
 
 
