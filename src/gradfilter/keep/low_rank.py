@@ -318,7 +318,6 @@ class Subspace(Sized):
             start = iterate(x, mode, draw(*shape, x.device, widen(x).dtype))
         factor = iterate(x, mode, start.to(x.device))
         if self.warm_start:
-            # As it comes out of a checkpoint: the bits of the next step depend on its layout.
             state.tensors[name] = factor
         return factor
 
