@@ -14,6 +14,8 @@ from gradfilter.errors import PlanError
 
 KEEPS: dict[str, type[Keep]] = {}
 """The keeps by name."""
+NOTED = "gradfilter_kept"
+"""The attribute of a tensor that notes what is held of it."""
 
 
 class Kept(NamedTuple):
@@ -122,6 +124,21 @@ class Keep(ABC):
     def __str__(self) -> str:
         """Return the keep as a user writes it."""
         return f"{self.name}:{self.options}" if self.options else self.name
+
+
+def compress_once(keep: Keep, x: Tensor, state: State, channels: int = 1) -> Kept:
+    """Return what to hold of x: the same for all layers that read x and hold it in the same way.
+
+    It is noted on the tensor x, which is there as long as somebody may read it.
+    """
+    key = keep, channels, x._version
+    noted: dict[Any, Kept] = getattr(x, NOTED, {})
+    if key in noted:
+        return noted[key]
+    kept = keep.compress(x, state, channels)
+    if all(tensor is not x for tensor in kept.tensors):  # which would keep itself alive
+        setattr(x, NOTED, {key: kept})
+    return kept
 
 
 def parse_keep(value: Any) -> Keep:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from gradfilter import patches
 from gradfilter.keep import Kept
-from gradfilter.keep.base import load, save
+from gradfilter.keep.base import compress_once, load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
@@ -201,7 +201,7 @@ def finish_conv(
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
-            kept = x.choices.keep.compress(pool_input(read, geometry).to(y.dtype), x.choices.state)
+            kept = compress_once(x.choices.keep, pool_input(read, geometry).to(y.dtype), x.choices.state)
     carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     if not carrier.requires_grad:
         return y

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.keep import Kept, Tucker
-from gradfilter.keep.base import load, save
+from gradfilter.keep.base import compress_once, load, save
 from gradfilter.keep.contract import contract
 from gradfilter.patches import Layout, count_cells
 from gradfilter.rules.functions import find_functions
@@ -36,7 +36,7 @@ EXPECTED_EXITS.update({F.scaled_dot_product_attention, F.multi_head_attention_fo
 
 def keep_mean(x: PatchTensor, y: Tensor, channels: int) -> Kept:
     """Return what is held of the patch means of x, in the precision of the result."""
-    return x.choices.keep.compress(mean(x).to(y.dtype), x.choices.state, channels)
+    return compress_once(x.choices.keep, mean(x).to(y.dtype), x.choices.state, channels)
 
 
 def outer(g: Tensor, kept: Tensor | Tucker) -> Tensor:
