@@ -95,7 +95,7 @@ class HOSVD(LowRank):
     Equation: x̂ = x ×₁ U₁U₁ᵀ ×₂ U₂U₂ᵀ …, U_k the leading left singular vectors of the unfolding of mode k, the fewest with
     Σσ² ≥ ε·Σσ² (HOSVD_ε, "Activation Map Compression through Tensor Decomposition", NeurIPS 2024). So
     |x − x̂|² ≤ (number of modes)·(1 − ε)·|x|², and |gw − ĝw| ≤ |G|·|x − x̂| for a 1×1 kernel or a Linear layer; with K taps √K
-    times that.
+    times that at patch 1, and a little more at the rim where the last patch of a map is a partial one.
     Cost: Π ranks + Σ rank·length numbers, those of `Full` at most; forward a Gram matrix per mode, gw from core and factors.
     Exact when: ε is 1: all ranks are kept.
 
@@ -160,7 +160,7 @@ class Sized(LowRank):
 
     Attributes:
         rank: Rank of each mode, or one for all; never more than a mode is long.
-        energy: Share of the energy that each mode is to keep, of the first batch.
+        energy: Share of the energy that each mode is to keep, of the first batch, or of the first larger one.
         memory: Bytes that core and factors may take, "64KB": of all ranks that fit, those that lose least energy.
     """
 
