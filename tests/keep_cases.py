@@ -80,7 +80,7 @@ KEEPS = [
     KeepCase(gf.Subspace(energy=0.9), lost=per_mode(0.9)),
     KeepCase(gf.Subspace(energy=1.0), fixed=True, exact=True, lost=share_of(0)),
     KeepCase(gf.Subspace(memory="2KB")),
-    KeepCase(gf.Subspace(memory="1GB"), fixed=True, exact=True, lost=share_of(0)),
+    KeepCase(gf.Subspace(memory="1GB"), exact=True, lost=share_of(0)),
     KeepCase(gf.Fixed(rank=2), fixed=True),
     KeepCase(gf.Fixed(rank=10**6, batches=1), fixed=True, exact=True, lost=share_of(0)),
     KeepCase(gf.Fixed(energy=0.9, batches=2), lost=per_mode(0.9, first=1)),

@@ -218,9 +218,10 @@ def test_a_warm_start_follows_slowly_changing_inputs_better_than_a_cold_one():
     assert totals[0] < totals[1]
 
 
-@pytest.mark.parametrize(
-    "keep", [gf.Subspace(rank=2), gf.Subspace(rank=2, warm_start=False), gf.HOSVD(0.999), gf.Fixed(rank=2)]
-)
+FEW = [gf.Subspace(rank=2), gf.Subspace(rank=2, warm_start=False), gf.HOSVD(0.999), gf.Fixed(rank=2)]
+
+
+@pytest.mark.parametrize("keep", FEW, ids=str)
 def test_what_has_few_directions_is_exact(keep):
     x = project(draw(8, 9, 7, 6), [make_factor(n, 2, n) for n in (8, 9, 7, 6)]).expand().core
     if keep == gf.HOSVD(0.999):

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.errors import ExitWarning, InputError, PlanError
 from gradfilter.keep import FULL, State
-from gradfilter.keep.base import is_in_backward
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
@@ -275,6 +274,11 @@ def is_multiple(size: Sequence[int], grid: Pair) -> bool:
     """Tell whether a map has the size of a grid, or as many times fewer or more places per side in a stage of the network."""
     ratios = {Fraction(n, g) for n, g in zip(size, grid, strict=True)}
     return len(ratios) == 1 and 1 in (*(ratio := ratios.pop()).as_integer_ratio(), ratio)
+
+
+def is_in_backward() -> bool:
+    """Tell whether autograd is running backward: what runs forward then, a checkpoint runs again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass

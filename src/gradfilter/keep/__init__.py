@@ -5,8 +5,9 @@ algebra allows. Adding a way to keep is one class in this package and one row in
 """
 
 from gradfilter.keep.base import KEEPS, Keep, Kept, State, hold, parse_keep
-from gradfilter.keep.low_rank import HOSVD, SVD, Fixed, Subspace
+from gradfilter.keep.low_rank import HOSVD, SVD
 from gradfilter.keep.precision import FULL, BFloat16, Full, Int8
+from gradfilter.keep.sized import Fixed, Subspace
 from gradfilter.keep.tucker import Tucker
 
 __all__ = [

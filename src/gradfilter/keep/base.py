@@ -53,11 +53,6 @@ def load(ctx: Any) -> tuple[Any, ...]:
     return *opened, *saved[place:]
 
 
-def is_in_backward() -> bool:
-    """Tell whether autograd is running backward: what runs forward then, a checkpoint runs again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 @dataclass
 class State:
     """What a keep remembers of a layer from step to step. It is copied, pickled and saved with the layer.

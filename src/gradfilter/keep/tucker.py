@@ -130,21 +130,22 @@ def find_rank(energies: Tensor, energy: float) -> int:
     """
     if energy >= 1:  # a sum that reaches the total early by rounding must not drop any
         return len(energies)
-    found = energies.double().clamp(min=0).cumsum(0)
+    found = energies.clamp(min=0).cumsum(0)
     return min(int((found < energy * found[-1]).sum()) + 1, len(energies))
 
 
 def decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Return the energies and directions of a mode, the largest first, of the Gram matrix of its unfolding."""
-    energies, directions = torch.linalg.eigh(gram)
-    return energies.flip(0), directions.flip(1)
+    # In double precision: in single precision LAPACK's solver does not always converge where many energies are all but zero.
+    energies, directions = torch.linalg.eigh(gram.double())
+    return energies.flip(0), directions.flip(1).to(gram.dtype)
 
 
 @lru_cache(maxsize=256)
 def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a random matrix, always the same one."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu").to(device=device, dtype=dtype)
 
 
 def cut(directions: Tensor, rank: int) -> Tensor:
@@ -199,7 +200,7 @@ def try_random(x: Tensor, mode: int, energy: float) -> Tensor | None:
     factor = iterate(x, mode, draw(length, length // SHARE_RANDOM, x.device, x.dtype))
     within = times(x, factor, mode)
     energies, directions = decompose(correlate(within, within, mode))
-    found = energies.double().clamp(min=0).cumsum(0)
+    found = energies.clamp(min=0).cumsum(0)
     rank = int((found < energy * float(x.square().sum(dtype=torch.float64))).sum()) + 1
     return factor @ directions[:, :rank] if rank <= len(energies) else None
 
