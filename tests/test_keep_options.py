@@ -5,11 +5,13 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import gradfilter as gf
 from cases import draw
 from gradfilter.errors import InputError, PlanError
 from gradfilter.keep import KEEPS, State, parse_keep
+from gradfilter.plan import resolve
 from keep_cases import KEEPS as CASES
 
 energies = st.floats(0, 1, exclude_min=True)
@@ -152,3 +154,18 @@ def test_every_keep_says_what_it_does():
         assert keep.__doc__ is not None
         assert all(heading in keep.__doc__ for heading in ("Equation:", "Cost:", "Exact when:")), keep.name
     assert len({str(case.keep) for case in CASES}) == len(CASES)
+
+
+def test_the_classifier_behind_the_last_convolutions_holds_its_input_as_it_is():
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+    keep = gf.HOSVD(0.8)
+    keeps = {name: b.keep for name, b in resolve(gf.Plan.last(1, gf.Backward(patch=1, keep=keep)), net).layers.items()}
+    assert keeps == {"2": keep, "5": gf.Full()}
+    named = gf.Plan({"5": gf.Backward(patch=1, keep=gf.Int8()), "last 1": gf.Backward(patch=1, keep=keep)})
+    assert {name: b.keep for name, b in resolve(named, net).layers.items()} == {"2": keep, "5": gf.Int8()}
+    head = resolve(gf.Plan.last(0, gf.Backward(patch=1, keep=keep)), net).layers
+    assert {name: b.keep for name, b in head.items()} == {"5": keep}
+    every = resolve(gf.Plan.all(gf.Backward(patch=1, keep=keep)), net).layers
+    assert {b.keep for b in every.values()} == {keep}

@@ -95,7 +95,7 @@ class Plan:
     Attributes:
         layers: From shell globs on dotted module names to `Backward`. A container covers everything below it, the first
             match wins. "last 4", or "last4", stands for the last four convolutions, counted as the papers do (shortcut
-            projections left out), and the classifier.
+            projections left out), and the classifier, whose input, as in the papers, is held as it is.
         rest: What becomes of the other layers: "frozen", or "exact" for training with exact backprop.
         batch_norm: For the batch norms of trained layers: "eval" keeps their statistics and trains their affine, "train"
             lets the statistics move too, "frozen" trains neither. Those of frozen layers never move.
@@ -281,10 +281,16 @@ def containers(name: str) -> list[str]:
 
 def find_covered(pattern: str, model: nn.Module) -> set[str]:
     """Return the modules that a pattern covers: those it matches and all below them."""
-    last, names = LAST.fullmatch(pattern), [name for name, _ in model.named_modules()]
-    if last is None or pattern in names:  # a model may have a module of that name
-        return {name for name in names if any(fnmatchcase(part, pattern) for part in containers(name))}
-    return find_below(find_last(model, int(last[1])), model)
+    if last := is_last(pattern, model):
+        return find_below(find_last(model, int(last[1])), model)
+    names = [name for name, _ in model.named_modules()]
+    return {name for name in names if any(fnmatchcase(part, pattern) for part in containers(name))}
+
+
+def is_last(pattern: str, model: nn.Module) -> re.Match[str] | None:
+    """Return the match of a pattern that stands for the last n convolutions; a model may have a module of that name."""
+    last = LAST.fullmatch(pattern)
+    return None if last is None or pattern in dict(model.named_modules()) else last
 
 
 def find_below(names: Collection[str], model: nn.Module) -> set[str]:
@@ -315,6 +321,10 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         if not any(True for name in names for _ in modules[name].parameters(recurse=False)):
             raise PlanError(explain_no_match(pattern, layers))
         matches.update(dict.fromkeys(names, backward))
+        if is_last(pattern, model) and any(isinstance(layers.get(name), Conv) for name in names):
+            # The input of a classifier is small, and its gradient is worth more than any other's.
+            whole = dataclasses.replace(backward, keep=FULL)
+            matches.update({name: whole for name in names if isinstance(layers.get(name), nn.Linear)})
     behind = find_norms(model)
     trained = {name for name, backward in matches.items() if backward is not None}
     trained |= find_below({norm for norm, conv in behind.items() if conv in trained}, model)
