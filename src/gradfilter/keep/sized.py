@@ -114,7 +114,7 @@ class Sized(LowRank):
                 return None  # of an input with other axes
             raise InputError(
                 f"layer '{state.layer}' keeps an input of shape {list(x.shape)} as '{self}', which has {len(ranks)} ranks for "
-                f"{len(modes)} modes. Give a rank for each mode, or one for all."
+                f"{len(modes)} modes. Give a rank for each mode or one for all, or name the layer in the plan."
             )
         given = dict(zip(modes, ranks, strict=True))
         full = tuple(min(given.get(mode, length), length) for mode, length in enumerate(x.shape))
