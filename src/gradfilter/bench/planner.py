@@ -24,9 +24,9 @@ from gradfilter.planner import Outlook
 from gradfilter.survey import MEMORY
 from gradfilter.units import show_amount
 
-SIZES = (*(Backward(patch=r) for r in (1, 2, 4)), *(Backward(grid=n) for n in (1, 2, 4, 7, 14)))
+SIZES = (*(Backward(patch=r) for r in (1, 2)), *(Backward(grid=n) for n in (1, 2, 4, 7, 14)))
 KEEPS = ("full", "int8")
-DEPTHS = (0, 4, 8, 16, 32)
+DEPTHS = (0, 4, 16)
 BUDGETS = 5
 """So many budgets, evenly spread over two decades."""
 
