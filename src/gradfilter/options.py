@@ -19,7 +19,7 @@ from gradfilter.keep.tucker import Ranks, choose_ranks, count_numbers, unfold
 
 Kind = Keep | float
 """A keep for all layers, or the share of an input's numbers that core and factors may be: each layer then has its own ranks."""
-KINDS: tuple[Kind, ...] = (1 / 32, 1 / 8, Int8(), FULL)
+KINDS: tuple[Kind, ...] = (1 / 128, 1 / 32, Int8(), FULL)
 """What is tried in every family, from the smallest to the largest."""
 LEAST_NUMBERS = 1024
 """Inputs with fewer numbers are not decomposed."""

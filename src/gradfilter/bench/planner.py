@@ -42,8 +42,8 @@ def measure(data: Path, label: str, model: str, weights: str, batch: int, batche
         f"python -m gradfilter.bench planner --data PHOTOS --label {label} --model {model} --weights {weights} --batch {batch} "
         f"--batches {batches} --pixels {pixels}",
         (
-            *("budget", "joint: cosine", "expected", "held", "layers trained", "of them not held whole", "gap, %"),
-            *("patch only: cosine", "held", "best uniform: cosine", "held", "which"),
+            *("budget", "joint", "expected", "joint held", "layers trained", "not held whole", "gap, %"),
+            *("patch only", "patch only held", "best uniform", "its held", "which"),
         ),
     )
     files = find_images(data)
