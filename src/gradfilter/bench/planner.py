@@ -36,10 +36,11 @@ Gradients = Mapping[str, Tensor]
 
 def measure(data: Path, label: str, model: str, weights: str, batch: int, batches: int, pixels: int) -> Report:
     """Return, for budgets over two decades, the plan that was chosen beside its rivals that hold no more bytes."""
+    source = weights if weights in ("pretrained", "random") else "FILE"
     report = Report(
         f"planner-{label}-{model}",
         f"The planner: {model}, {label}, batch {batch}, {pixels} px",
-        f"python -m gradfilter.bench planner --data PHOTOS --label {label} --model {model} --weights {weights} --batch {batch} "
+        f"python -m gradfilter.bench planner --data PHOTOS --label {label} --model {model} --weights {source} --batch {batch} "
         f"--batches {batches} --pixels {pixels}",
         (
             *("budget", "joint", "expected", "joint held", "layers trained", "not held whole", "gap, %"),
