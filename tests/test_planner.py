@@ -19,9 +19,10 @@ from gradfilter.apply import find_applied
 from gradfilter.cli import main
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.errors import BudgetError, GradFilterError, InputError, PlanError, SettingsError
-from gradfilter.fidelity import compare, find_gradients
+from gradfilter.fidelity import compare, find_gradients, group
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
 from gradfilter.models import make_model
+from gradfilter.options import KINDS
 from gradfilter.plan import Plan
 from gradfilter.planner import choose_plan
 from gradfilter.report.front import make_front_picture
@@ -114,18 +115,35 @@ def test_budgets_of_real_networks(name):
     assert cosines[0] < cosines[1]
 
 
-@pytest.mark.parametrize("name", ["small", "residual"])
-def test_plans_are_the_best_of_all_of_a_small_network(name):
-    """Every plan of the network is tried, but for the resolution of the gradient, of which there are three."""
-    model, batch = make_net(name), make_batch()
-    known = survey(model, [batch], None, batch[:1])
-    some = [0, len(known.families) // 2, -1]
+def take_columns(known, columns):
+    """Leave only some options of a survey."""
     costs = known.costs[MEMORY]
-    costs.trained, costs.passed = costs.trained[:, some], costs.passed[:, some]
-    known.found, known.squares = known.found[:, some], known.squares[:, some]
-    known.families = tuple(known.families[i] for i in some)
-    front, layers = search(known, (MEMORY,)), len(known.layers)
-    every = np.array([p for p in product(range(-1, 3), repeat=layers) if (t := [c for c in p if c >= 0]) and t == sorted(t)])
+    costs.trained, costs.passed = costs.trained[:, columns], costs.passed[:, columns]
+    known.found, known.squares = known.found[:, columns], known.squares[:, columns]
+    known.options = tuple(tuple(own[i] for i in columns) for own in known.options)
+    known.families = tuple(known.families[i] for i in columns)
+    return known
+
+
+def list_all(known):
+    """Return every plan there is: an option for each layer, or none, the gradient getting no coarser towards the loss."""
+    columns = [[-1, *(i for i, option in enumerate(own) if option is not None)] for own in known.options]
+    families = [*known.families, -1]
+    plans = (p for p in product(*columns) if (t := [families[c] for c in p if c >= 0]) and t == sorted(t))
+    return np.array(list(plans))
+
+
+EVERY = {"small": ([1, 2, 3, 17, 18, 19, 22, 23], [0, 1, 2, 3, 20, 21, 22, 23]), "residual": ([2, 3, 21, 23],)}
+"""Options, of 24, of which every plan is tried: two or three grids, one to four keeps."""
+
+
+@pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, sets in EVERY.items() for columns in sets])
+def test_plans_are_the_best_of_all_of_a_small_network(name, columns):
+    """Every plan of the network is tried, of some of its options."""
+    model, batch = make_net(name), make_batch()
+    known = take_columns(survey(model, [batch], None, batch[:1], kinds=KINDS), columns)
+    costs, layers = known.costs[MEMORY], len(known.layers)
+    front, every = search(known, (MEMORY,)), list_all(known)
     gains = np.where(every >= 0, known.gains[np.arange(layers), every], 0).sum(1) / known.total
     held = count(costs, every)
     for budget in np.quantile(held, [0, 0.1, 0.3, 0.6, 1]):
@@ -136,6 +154,126 @@ def test_plans_are_the_best_of_all_of_a_small_network(name):
         twin = gf.apply_(copy.deepcopy(model), known.make_plan(plan))
         assert measure_saved_bytes(twin, batch[0]) <= expected  # less where layers share what they hold
         assert name == "residual" or measure_saved_bytes(twin, batch[0]) == expected
+
+
+@st.composite
+def draw_networks(draw):
+    """Draw a small network: plain, depthwise and strided convolutions, norms or none, a branch, tokens at the end or none."""
+    layers, channels = [], 3
+    for _ in range(draw(st.integers(1, 3))):
+        kernel, width = draw(st.sampled_from([1, 3])), draw(st.sampled_from([4, 8]))
+        groups = channels if draw(st.booleans()) and width % channels == 0 else 1
+        layers += [nn.Conv2d(channels, width, kernel, draw(st.integers(1, 2)), kernel // 2, groups=groups)]
+        layers += [nn.BatchNorm2d(width)] * draw(st.booleans())
+        layers += [draw(st.sampled_from([nn.ReLU(), nn.ReLU6(), nn.SiLU()]))]
+        channels = width
+    if draw(st.booleans()):
+        layers += [Tokens(), nn.Linear(channels, 8), nn.GELU(), nn.Linear(8, channels), Mean()]
+    else:
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(channels, 5)).train()
+
+
+class Tokens(nn.Module):
+    """Turn a map into tokens."""
+
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+class Mean(nn.Module):
+    """Take the mean of tokens."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(draw_networks(), st.sampled_from([1, 3, 6]), st.floats(0.01, 0.6))
+def test_a_step_of_a_drawn_network_holds_no_more_than_its_budget(model, count, share):
+    images, labels = make_batch(count, 16)
+    budget = share * measure_saved_bytes(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), images)
+    try:
+        chosen = choose_plan(model, (images, labels), None, {MEMORY: budget})
+    except BudgetError:
+        return
+    twin = gf.apply_(copy.deepcopy(model), Plan.from_yaml(chosen.plan.to_yaml()))
+    for _ in range(2):  # the second step starts from what the keeps remember of the first
+        assert measure_saved_bytes(twin, images) == chosen.costs[MEMORY] <= budget
+        F.cross_entropy(twin(images), labels).backward()
+    assert measure_saved_bytes(twin, images[: max(1, count - 1)]) <= budget  # the last batch of an epoch
+    whole = choose_plan(model, (images, labels), None, {MEMORY: 2 * budget})
+    assert whole.cosine >= chosen.cosine
+
+
+def test_several_keeps_in_one_run_find_what_each_finds_alone():
+    model, batch = make_net("residual"), make_batch()
+    known = survey(model, [batch], None, batch[:1], kinds=KINDS)
+    exact = find_gradients(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), batch)
+    columns = [c for c in range(len(known.families)) if sum(own[c] is not None for own in known.options) >= 2]
+    assert {c % len(KINDS) for c in columns} == {0, 1, 2, 3}
+    for column in columns:
+        whole = known.options[0][column // len(KINDS) * len(KINDS) + len(KINDS) - 1]
+        assert whole is not None
+        own = {n: b for n, o in zip(known.layers, known.options, strict=True) if (b := o[column])}
+        found = find_gradients(gf.apply_(copy.deepcopy(model), Plan({**own, "*": whole})), batch)
+        for row, layer in enumerate(known.layers):
+            names = group(model, found)[layer]
+            dot = sum(float((found[n] * exact[n]).sum()) for n in names)
+            assert layer not in own or known.found[row, column] == pytest.approx(dot, rel=1e-2)
+
+
+@pytest.mark.parametrize(("count", "batch"), [(2, 8), (8, 2), (3, 7)])
+def test_ranks_are_for_the_batch_of_a_training_step(count, batch):
+    model, sample = make_net("small"), make_batch(count)
+    known = survey(model, [sample], None, (torch.empty(batch, 3, 32, 32, device="meta"),), kinds=KINDS)
+    keeps = [o.keep for own in known.options for o in own if o is not None]
+    most = max(k.rank[0] for k in keeps if isinstance(k, gf.Subspace) and isinstance(k.rank, tuple))
+    assert count < most <= batch or most <= batch < count
+    chosen = choose_plan(model, sample, None, {MEMORY: 20_000}, batch)
+    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), make_batch(batch)[0]) == chosen.costs[MEMORY]
+
+
+def test_a_keep_for_all_layers():
+    model, batch = make_net("residual"), make_batch()
+    plans = {keep: gf.plan_for(model, batch, memory="12kB", keep=keep) for keep in ("full", "int8", "hosvd:0.8")}
+    for keep, plan in plans.items():
+        assert {str(backward.keep) for backward in plan.layers.values()} <= {keep, "full"}
+        assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 12_000
+    assert "keep" not in plans["full"].to_yaml()
+    assert "int8" in plans["int8"].to_yaml()
+    with pytest.raises(PlanError, match="'int4' is no keep"):
+        gf.plan_for(model, batch, memory="12kB", keep="int4")
+
+
+def test_choosing_keeps_too_is_never_expected_to_be_worse():
+    model, batch = make_net("residual"), make_batch()
+    for budget in (2_000, 10_000, 40_000):
+        joint, whole = (choose_plan(model, batch, None, {MEMORY: budget}, keep=keep) for keep in (None, "full"))
+        assert joint.cosine > whole.cosine
+
+
+def test_without_a_budget_of_bytes_inputs_are_held_whole():
+    chosen = choose_plan(make_net("small"), make_batch(), None, {FLOPS: "1G"})
+    assert {str(backward.keep) for backward in chosen.plan.layers.values()} == {"full"}
+
+
+def test_flops_of_keeps_count():
+    model, batch = make_net("small"), make_batch()
+    known = survey(model, [batch], None, batch[:1], (MEMORY, FLOPS), KINDS)
+    flops = known.costs[FLOPS]
+    assert flops.trained[1, -2] > flops.trained[1, -1]
+
+    def count_flops(column):
+        plan = known.make_plan([-1, len(known.families) + column, -1, -1])
+        step = predict_step(gf.apply_(copy.deepcopy(model), plan), batch[:1], sum_outputs)
+        return step.count(FORWARD) + step.count(BACKWARD)
+
+    whole = count_flops(-1)
+    for column in (-4, -3, -2):
+        difference = flops.trained[1, column] - flops.trained[1, -1]
+        assert count_flops(column) - whole == pytest.approx(difference, rel=1e-2)
+        assert difference
 
 
 def test_enough_memory_gives_the_exact_gradient():

@@ -273,16 +273,26 @@ def find_gradients(model: nn.Module, batch: Batch, loss: Loss | None = None) -> 
     """
     if not is_pair(batch):
         raise InputError(f"the batch is a {type(batch).__name__}. Give a pair of inputs and targets: (images, labels).")
-    inputs, targets = batch
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
+    if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             f"{type(model).__name__} has no parameter to train: all have requires_grad=False. Call model.requires_grad_(True)."
         )
+    inputs, targets = batch
     with without_trace(model), torch.enable_grad():
-        value = run_loss(model, inputs, targets, loss)
-        # Not backward: that would add to .grad, and set off what others have hooked to it (an optimizer's step, say).
-        found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        return take_gradients(model, run_loss(model, inputs, targets, loss))
+
+
+def take_gradients(model: nn.Module, value: Tensor, *, again: bool = False) -> dict[str, Tensor]:
+    """Return the gradients of a loss, see `find_gradients`.
+
+    Args:
+        model: The model whose parameters are trained.
+        value: The loss.
+        again: Whether the graph is to stay for another call.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Not backward: that would add to .grad, and set off what others have hooked to it (an optimizer's step, say).
+    found = torch.autograd.grad(value, list(trained.values()), allow_unused=True, retain_graph=again)
     gradients = {name: g.detach() for name, g in zip(trained, found, strict=True) if g is not None}
     if not gradients:
         raise InputError(

@@ -1,4 +1,4 @@
-"""A budget in, a plan out: which layers to train, and at which resolution of the gradient."""
+"""A budget in, a plan out: which layers to train, at which resolution of the gradient, and how their inputs are held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gradfilter.apply import apply_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import BudgetError, ExitWarning, InputError, PlanError
 from gradfilter.fidelity import Batch, Loss, is_pair, without_trace
+from gradfilter.keep import FULL, Keep, parse_keep
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
+from gradfilter.options import KINDS
 from gradfilter.outputs import copy_model, explain_failure, find_logits
 from gradfilter.plan import Plan
 from gradfilter.search import Front, search
@@ -43,7 +45,7 @@ class Chosen:
         costs: What the plan costs: bytes and flops as predicted, which is exact; time as measured.
         cosine: The cosine to the whole gradient that the survey lets expect, layers that are not trained counting as zero.
         gap: The share of the gradient's energy by which a plan within the budgets could at most be better, by the survey.
-        choices: The family of each layer of the survey, −1 for not trained.
+        choices: The option of each layer of the survey, −1 for not trained.
         survey: What is known of the layers.
         front: The plans that were looked at.
     """
@@ -62,15 +64,15 @@ class Chosen:
         kinds: dict[str, Any] = {"layer": str, "backward": str, "share of the gradient": "{:.1%}".format}
         kinds |= {"found of it": "{:.1%}".format, "held": lambda value: show_amount(MEMORY, value) if value else "0 B"}
         table = Table(f"Plan for {self.describe_budgets()}: expected cosine {self.cosine:.4f}", kinds)
-        gains, energies, family = self.survey.gains, self.survey.found[:, -1], -1
+        gains, energies, latest = self.survey.gains, self.survey.energies, -1
         memory = self.survey.costs[MEMORY]
         for row, (layer, choice) in enumerate(zip(self.survey.layers, self.choices, strict=True)):
-            family = choice if choice >= 0 else family
-            if family < 0:
+            latest = choice if choice >= 0 else latest
+            if latest < 0:
                 continue
-            held = memory.trained[row, choice] if choice >= 0 else memory.passed[row, family]
+            held = memory.trained[row, choice] if choice >= 0 else memory.passed[row, latest]
             found = gains[row, choice] / energies[row] if choice >= 0 and energies[row] else None
-            backward = str(self.survey.families[choice]) if choice >= 0 else "frozen"
+            backward = str(self.survey.options[row][choice]) if choice >= 0 else "frozen"
             table.rows.append((layer, backward, energies[row] / self.survey.total, found, held))
         table.remarks = [
             "; ".join(f"{NAMES[r]}: {show_amount(r, cost)}" for r, cost in self.costs.items()) + ".",
@@ -95,9 +97,12 @@ def plan_for(
     time: Budget = None,
     flops: Budget = None,
     batch: int | None = None,
+    keep: Keep | str | None = None,
     **options: Any,
 ) -> Plan:
-    """Choose which layers to train, and at which resolution of the gradient, to get the most useful gradient within a budget.
+    """Choose what to train, and how, to get the most useful gradient within a budget.
+
+    That is: which layers, at which resolution of the gradient each, and how its input is held until backward.
 
     Args:
         model: The model, which is left as it is. Parameters with requires_grad=False stay frozen.
@@ -108,6 +113,8 @@ def plan_for(
         time: What a step may take, e.g. "200ms", as measured here and now.
         flops: What a step may compute, forward and backward, e.g. "20G".
         batch: Images of a training step; as many as in the (first) sample where not given.
+        keep: How inputs are held, "full" say, for all layers alike; chosen for each layer where not given. Without a budget of
+            bytes there is nothing to choose: inputs are held whole.
         options: Of the plan, e.g. `batch_norm="train"`.
 
     Raises:
@@ -115,7 +122,8 @@ def plan_for(
         InputError: The sample does not fit the model, or the loss is no scalar.
     """
     budgets = {MEMORY: memory, TIME: time, FLOPS: flops}
-    return choose_plan(model, sample, loss, {k: v for k, v in budgets.items() if v is not None}, batch, **options).plan
+    given = {kind: value for kind, value in budgets.items() if value is not None}
+    return choose_plan(model, sample, loss, given, batch, keep, **options).plan
 
 
 def choose_plan(
@@ -124,39 +132,76 @@ def choose_plan(
     loss: Loss | None,
     budgets: Mapping[str, str | float],
     batch: int | None = None,
+    keep: Keep | str | None = None,
     **options: Any,
 ) -> Chosen:
     """Choose a plan as `plan_for` does; return what it was chosen from, too."""
-    if torch.is_inference_mode_enabled():
-        raise InputError("a plan is chosen by gradients, which torch.inference_mode() forbids. Call this outside of it.")
-    if unknown := options.keys() - {"rest", "batch_norm"}:
-        raise PlanError(f"{', '.join(sorted(unknown))} is no option of a chosen plan. The options are rest and batch_norm.")
     limits = {kind: parse_amount(kind, value) for kind, value in budgets.items()}
     if not limits:
         raise BudgetError('there is no budget to plan for. Give memory="64MB", time="200ms" or flops="20G", or several.')
-    batches, inputs = find_samples(model, sample, batch)
-    resources = tuple(limits)
-    known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), **options)
-    front = search(known, resources)
-    twin = remove_(copy_model(model)).train()
-    allowed = dict(limits)
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
-        for _ in range(TRIES):
-            feasible = front.find_feasible(allowed)
-            if not len(feasible):
-                break
-            place = feasible[0]
-            plan = known.make_plan(front.choices[place].tolist(), **options)
-            costs = find_costs(apply_(twin, plan), inputs, limits)
-            if all(costs[kind] <= limit for kind, limit in limits.items()):
-                gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
+    return Outlook.make(model, sample, loss, tuple(limits), batch, keep, **options).choose(limits)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """All that is known of a model before a budget is given: plans for many budgets can be had of it.
+
+    Attributes:
+        model: The model, which is left as it is.
+        inputs: What a training step is called with.
+        survey: What is known of the layers.
+        front: The plans to choose from.
+        options: Of the plans.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    survey: Survey
+    front: Front
+    options: dict[str, Any]
+
+    @classmethod
+    def make(
+        cls,
+        model: nn.Module,
+        sample: Any,
+        loss: Loss | None,
+        resources: tuple[str, ...],
+        batch: int | None = None,
+        keep: Keep | str | None = None,
+        **options: Any,
+    ) -> Outlook:
+        """Survey a model for budgets of some resources, see `plan_for`."""
+        if torch.is_inference_mode_enabled():
+            raise InputError("a plan is chosen by gradients, which torch.inference_mode() forbids. Call this outside of it.")
+        if unknown := options.keys() - {"rest", "batch_norm"}:
+            raise PlanError(f"{', '.join(sorted(unknown))} is no option of a chosen plan. The options are rest and batch_norm.")
+        kinds = (parse_keep(keep),) if keep is not None else KINDS if MEMORY in resources else (FULL,)
+        batches, inputs = find_samples(model, sample, batch)
+        known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), kinds, **options)
+        return cls(model, inputs, known, search(known, resources), options)
+
+    def choose(self, limits: dict[str, float]) -> Chosen:
+        """Return the best plan within budgets of all resources that were surveyed for."""
+        twin = remove_(copy_model(self.model)).train()
+        front, allowed = self.front, dict(limits)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
+            for _ in range(TRIES):
+                feasible = front.find_feasible(allowed)
+                if not len(feasible):
+                    break
+                place = feasible[0]
                 choices = tuple(front.choices[place].tolist())
-                return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, known, front)
-            # What is measured, time or bytes under autocast, may be above what the survey says: the next try allows less.
-            for kind, limit in limits.items():
-                allowed[kind] *= min(1.0, 0.98 * limit / costs[kind])
-    raise BudgetError(explain_least(front, limits))
+                plan = self.survey.make_plan(choices, **self.options)
+                costs = find_costs(apply_(twin, plan), self.inputs, limits)
+                if all(costs[kind] <= limit for kind, limit in limits.items()):
+                    gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
+                    return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, self.survey, front)
+                # What is measured, time or bytes under autocast, may be above what the survey says: the next try allows less.
+                for kind, limit in limits.items():
+                    allowed[kind] *= min(1.0, 0.98 * limit / costs[kind])
+        raise BudgetError(explain_least(front, limits))
 
 
 def explain_least(front: Front, limits: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -27,7 +27,7 @@ class Front:
     """The plans that none is better than at less cost, as far as they were followed.
 
     Attributes:
-        choices: A family for each layer, −1 for not trained [plans, layers].
+        choices: An option for each layer, −1 for not trained [plans, layers].
         cosines: The cosine to the whole gradient that the survey lets expect [plans].
         gains: The share of the gradient's energy that each finds, see `Survey.gains` [plans].
         costs: By resource [plans].
@@ -68,15 +68,14 @@ def search(survey: Survey, resources: tuple[str, ...]) -> Front:
     gains = survey.gains / survey.total
     for shares in share_out(len(resources)):
         weights = {r: share / whole(survey.costs[r]) for r, share in zip(resources, shares, strict=True)}
-        costs = Costs(
-            sum((w * survey.costs[r].trained for r, w in weights.items()), np.zeros_like(gains)),
-            sum((w * survey.costs[r].passed for r, w in weights.items()), np.zeros_like(gains)),
-        )
-        found.update({plan.tobytes(): plan for plan in find_plans(gains, costs)})
-        duals.append(find_duals(gains, costs) - sum(PRICES * w * survey.costs[r].base for r, w in weights.items()))
+        costs = add_up([(weight, survey.costs[resource]) for resource, weight in weights.items()])
+        found.update({plan.tobytes(): plan for plan in find_plans(gains, costs, survey.families)})
+        dual = find_duals(gains, costs, survey.families)
+        duals.append(dual - sum(PRICES * w * survey.costs[r].base for r, w in weights.items()))
         for resource, weight in weights.items():
             prices[resource].append(weight * PRICES)
     choices = np.stack(list(found.values()))
+    choices = choices[np.isfinite(pick(survey.costs[resources[0]].trained, choices)).all(1)]
     return Front(
         choices,
         survey.cosine(choices),
@@ -87,14 +86,14 @@ def search(survey: Survey, resources: tuple[str, ...]) -> Front:
     )
 
 
-def make_simple_plans(layers: int, families: int) -> Choices:
-    """Return the plans that train one layer, and those that train it and all that run after it, in one family each.
+def make_simple_plans(layers: int, options: int) -> Choices:
+    """Return the plans that train one layer, and those that train it and all that run after it, in one option each.
 
     The cheapest plan of all is among the former; the latter are what a user would try by hand.
     """
-    alone = np.full((layers, families, layers), -1)
-    alone[np.arange(layers), :, np.arange(layers)] = np.arange(families)
-    after = np.where(np.arange(layers) >= np.arange(layers)[:, None, None], np.arange(families)[:, None], -1)
+    alone = np.full((layers, options, layers), -1)
+    alone[np.arange(layers), :, np.arange(layers)] = np.arange(options)
+    after = np.where(np.arange(layers) >= np.arange(layers)[:, None, None], np.arange(options)[:, None], -1)
     return np.concatenate([alone, after]).reshape(-1, layers)
 
 
@@ -107,7 +106,15 @@ def share_out(resources: int) -> Iterator[tuple[float, ...]]:
 
 def whole(costs: Costs) -> float:
     """Return what the dearest plan costs."""
-    return float(np.maximum(costs.trained, costs.passed).max(1).sum()) or 1.0
+    return float(np.maximum(costs.passed, np.where(np.isfinite(costs.trained), costs.trained, 0)).max(1).sum()) or 1.0
+
+
+def add_up(parts: Sequence[tuple[float, Costs]]) -> Costs:
+    """Return the weighted sum of costs; what a layer cannot do stays infinite, whatever the weight."""
+    possible = np.isfinite(parts[0][1].trained)
+    trained = sum(weight * np.where(possible, costs.trained, 0) for weight, costs in parts)
+    passed = sum((weight * costs.passed for weight, costs in parts), np.zeros_like(parts[0][1].passed))
+    return Costs(np.where(possible, trained, np.inf), passed)
 
 
 @dataclass(frozen=True)
@@ -117,17 +124,17 @@ class Partial:
     Attributes:
         costs: What each costs [plans].
         gains: What each finds [plans].
-        choices: A family for each layer, −1 for not trained, and for those before [plans, layers].
+        choices: An option for each layer, −1 for not trained, and for those before [plans, layers].
     """
 
     costs: Array
     gains: Array
     choices: Choices
 
-    def train(self, layer: int, family: int, cost: float, gain: float) -> Partial:
+    def train(self, layer: int, option: int, cost: float, gain: float) -> Partial:
         """Return the plans with a layer in front that is trained."""
         choices = self.choices.copy()
-        choices[:, layer] = family
+        choices[:, layer] = option
         return Partial(self.costs + cost, self.gains + gain, choices)
 
     def skip(self, cost: float) -> Partial:
@@ -146,56 +153,69 @@ class Partial:
         return Partial(costs[order], gains[order], np.concatenate([self.choices, other.choices])[order])
 
 
-def find_plans(gains: Array, costs: Costs) -> Choices:
+def find_plans(gains: Array, costs: Costs, families: Sequence[int]) -> Choices:
     """Return the plans that are best at some cost [plans, layers].
 
-    By dynamic programming from the last layer to the first. With P(l, t) the partial plans of layers l, l+1, … when the
-    latest trained layer before them has family t,
-        P(l, t) = P(l+1, t) with l passing the gradient on  ∪  for all t' ≥ t: P(l+1, t') with l trained in family t'.
+    By dynamic programming from the last layer to the first. With P(l, o) the partial plans of layers l, l+1, … when the
+    latest trained layer before them has option o, a family t and a keep,
+        P(l, o) = P(l+1, o) with l passing the gradient on  ∪  for all o' with t' ≥ t: P(l+1, o') with l trained in o'.
     The first trained layer may be any: what runs before it costs nothing. The gradient gets no coarser towards the loss
-    (t' ≥ t), so what a layer receives is at least as good as in the family that it was measured in.
+    (t' ≥ t), so what a layer receives is at least as good as in the family that it was measured in. A keep may follow any
+    other: what a layer passes on does not depend on it.
     """
-    layers, families = gains.shape
+    options, layers = len(families), len(gains)
     nothing = Partial(np.zeros(1), np.zeros(1), np.full((1, layers), -1))
-    after, plans = [nothing] * families, nothing
+    states, plans = find_states(costs, families), nothing
+    after = dict.fromkeys(states, nothing)
     for layer in reversed(range(layers)):
-        best, here = None, list(after)
-        for t in reversed(range(families)):
-            trained = after[t].train(layer, t, costs.trained[layer, t], gains[layer, t])
-            best = trained if best is None else best.join(trained)
-            here[t] = after[t].skip(costs.passed[layer, t]).join(best)
-        assert best is not None
+        best, here = Partial(np.zeros(0), np.zeros(0), np.zeros((0, layers), dtype=np.int64)), {}
+        for option in reversed(range(options)):  # the finest family first, and in it what is held whole
+            if np.isfinite(costs.trained[layer, option]):
+                trained = after[states[option]].train(layer, option, costs.trained[layer, option], gains[layer, option])
+                best = best.join(trained)
+            if option == 0 or families[option - 1] != families[option]:
+                for state in {s for s in states if families[s] == families[option]}:
+                    here[state] = after[state].skip(costs.passed[layer, state]).join(best)
         after, plans = here, plans.join(best)
     return plans.choices[(plans.choices >= 0).any(1)]
 
 
-def find_duals(gains: Array, costs: Costs) -> Array:
+def find_states(costs: Costs, families: Sequence[int]) -> list[int]:
+    """Return for each option the first that leaves layers after it the same: of its family, and at the same costs for them."""
+    first: dict[tuple[int, bytes], int] = {}
+    return [first.setdefault((t, costs.passed[:, option].tobytes()), option) for option, t in enumerate(families)]
+
+
+def find_duals(gains: Array, costs: Costs, families: Sequence[int]) -> Array:
     """Return, for each of `PRICES`, the most that gain less price times cost can be over all plans, exactly.
 
     The same recursion as in `find_plans`: at a price, gain less price is one number, and the largest is all that matters.
     """
+    first = np.searchsorted(families, families)  # of the options of the same family
+    possible = np.isfinite(costs.trained)
+    known = np.where(possible, costs.trained, 0.0)
     value = np.zeros((len(PRICES), gains.shape[1]))
     most = np.zeros(len(PRICES))
-    for gain, trained, passed in zip(gains[::-1], costs.trained[::-1], costs.passed[::-1], strict=True):
-        train = gain - PRICES[:, None] * trained + value
-        best = np.maximum.accumulate(train[:, ::-1], 1)[:, ::-1]  # over this family and all finer ones
+    for layer in reversed(range(len(gains))):
+        train = np.where(possible[layer], gains[layer] - PRICES[:, None] * known[layer] + value, -np.inf)
+        best = np.maximum.accumulate(train[:, ::-1], 1)[:, ::-1][:, first]  # over this family and all finer ones
         most = np.maximum(most, best[:, 0])
-        value = np.maximum(best, value - PRICES[:, None] * passed)
+        value = np.maximum(best, value - PRICES[:, None] * costs.passed[layer])
     return most
 
 
 def pick(table: Array, choices: Choices) -> Array:
-    """Return the entries of a table [layers, families] that plans choose [plans, layers], zero where a layer is not trained."""
+    """Return the entries of a table [layers, options] that plans choose [plans, layers], zero where a layer is not trained."""
     return np.where(choices >= 0, table[np.arange(choices.shape[1]), choices], 0.0)
 
 
 def count(costs: Costs, choices: Choices) -> Array:
     """Return what plans cost [plans]: trained layers, and those behind the first of them that pass the gradient on."""
-    family = np.full(len(choices), -1)
+    latest = np.full(len(choices), -1)
     total = np.full(len(choices), float(costs.base))
     for layer in range(choices.shape[1]):
         choice = choices[:, layer]
-        family = np.where(choice >= 0, choice, family)
-        price = np.where(choice >= 0, costs.trained[layer, choice], costs.passed[layer, family])
-        total += np.where(family >= 0, price, 0.0)
+        latest = np.where(choice >= 0, choice, latest)
+        price = np.where(choice >= 0, costs.trained[layer, choice], costs.passed[layer, latest])
+        total += np.where(latest >= 0, price, 0.0)
     return total

@@ -52,9 +52,14 @@ class CpuOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operator; correct its result."""
-        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_batch_norm.default and not args[5]:
-            return result[0], *(r.new_empty(0) for r in result[1:])
+            x = args[0]
+            return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+        if func is torch.ops.aten.hardtanh_.default:  # torch takes many steps on shapes to say so
+            return args[0]
+        if func is torch.ops.aten.hardtanh_backward.default:
+            return torch.empty_like(args[0])
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default and result.dim() == 4 and any(map(is_channels_last, args[:2])):
             return torch.empty_like(result, memory_format=torch.channels_last)
         return result

@@ -1,8 +1,8 @@
-"""What a model's layers cost and give at every resolution of the gradient: one run per family of plans, not one per plan.
+"""What a model's layers cost and give at every resolution of the gradient and in every keep: a run per family, not per plan.
 
 A *family* is a plan that treats all layers alike: `Backward(grid=4)` everywhere, say. For each family the model runs on shapes
 alone, which tells to the byte what autograd holds for a layer that is trained, and for one that only passes the gradient on;
-and on a few images, which tells how much of a layer's exact gradient the family finds.
+and on a few images, which tells how much of a layer's exact gradient the family finds. An *option* is a family and a keep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import glob
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,15 @@ from torch import Tensor, nn
 
 from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
-from gradfilter.fidelity import Batch, Loss, find_gradients, group, without_trace
+from gradfilter.fidelity import Batch, Loss, find_gradients, group, run_loss, take_gradients, without_trace
+from gradfilter.keep import FULL, Keep
 from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
+from gradfilter.options import Candidates, Kind, Several, Switch, stand_for
 from gradfilter.outputs import copy_model, explain_failure, sum_outputs
 from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
+from gradfilter.spectrum import find_energy
 
 Array = NDArray[np.float64]
 MEMORY, FLOPS, TIME = "memory", "flops", "time"
@@ -36,11 +41,11 @@ GRIDS = (1, 2, 3, 4, 5, 7, 10, 14, 28, 56)
 
 @dataclass
 class Costs:
-    """What layers cost of one resource, by layer and family.
+    """What layers cost of one resource, by layer and option.
 
     Attributes:
-        trained: Where the layer is trained.
-        passed: Where it only passes the gradient on to layers before it.
+        trained: Where the layer is trained; infinite where it has no such option.
+        passed: Where it only passes the gradient on to layers before it, of which the latest trained one has the option.
         base: What a step costs whatever is trained.
     """
 
@@ -55,38 +60,46 @@ class Survey:
 
     Attributes:
         layers: Names, in the order in which they run.
-        families: What each family does to a layer, from the coarsest to the finest, which is exact.
-        found: ⟨ĝ, g⟩ by layer and family, summed over batches.
+        options: What may be done to a layer, by layer and option, none where it has no such option. Families go from the
+            coarsest to the finest, which is exact; within a family the keeps go from the smallest to the largest.
+        families: The family of each option.
+        found: ⟨ĝ, g⟩ by layer and option, summed over batches.
         squares: |ĝ|², likewise.
+        energies: |g|² by layer.
         total: |g|² of everything that could be trained.
         costs: By resource.
     """
 
     layers: tuple[str, ...]
-    families: tuple[Backward, ...]
+    options: tuple[tuple[Backward | None, ...], ...]
+    families: tuple[int, ...]
     found: Array
     squares: Array
+    energies: Array
     total: float
     costs: dict[str, Costs] = field(default_factory=dict)
 
     @property
     def gains(self) -> Array:
-        """The energy of the exact gradient that a layer finds in a family: ⟨ĝ, g⟩² / |ĝ|², nothing where they point apart."""
+        """The energy of the exact gradient that a layer finds in an option: ⟨ĝ, g⟩² / |ĝ|², nothing where they point apart."""
         return np.where(self.found > 0, self.found**2 / np.maximum(self.squares, 1e-300), 0.0)
 
     def cosine(self, choices: NDArray[np.int64]) -> Array:
-        """Return the cosine to the whole gradient of choices [..., layers]: a family for each layer, −1 for not trained."""
+        """Return the cosine to the whole gradient of choices [..., layers]: an option for each layer, −1 for not trained."""
         chosen, rows = choices >= 0, np.arange(len(self.layers))
         found = np.where(chosen, self.found[rows, choices], 0).sum(-1)
         squares = np.where(chosen, self.squares[rows, choices], 0).sum(-1)
         return found / np.sqrt(np.maximum(squares * self.total, 1e-300))
 
     def make_plan(self, choices: Sequence[int], **options: Any) -> Plan:
-        """Return the plan of choices: a family for each layer, −1 for not trained; what has no gradient is left out."""
-        chosen = zip(self.layers, choices, self.found[:, -1] > 0, strict=True)
-        return Plan(
-            {glob.escape(n): self.families[choice] for n, choice, trains in chosen if choice >= 0 and trains}, **options
-        )
+        """Return the plan of choices: an option for each layer, −1 for not trained; what has no gradient is left out."""
+        layers: dict[str, Backward] = {}
+        for layer, choice, own, energy in zip(self.layers, choices, self.options, self.energies, strict=True):
+            if choice >= 0 and energy > 0:
+                backward = own[choice]
+                assert backward is not None
+                layers[glob.escape(layer)] = backward
+        return Plan(layers, **options)
 
 
 def survey(
@@ -95,6 +108,7 @@ def survey(
     loss: Loss | None,
     inputs: tuple[Tensor, ...],
     resources: Sequence[str] = (MEMORY,),
+    kinds: tuple[Kind, ...] = (FULL,),
     **options: Any,
 ) -> Survey:
     """Survey a model, which is left as it is.
@@ -105,6 +119,7 @@ def survey(
         loss: From outputs and targets to a scalar; None for cross-entropy.
         inputs: What a training step is called with: costs are those of such a step. Meta tensors will do.
         resources: Which costs to find.
+        kinds: The keeps to choose from, from the smallest to the largest.
         options: Of the plan, e.g. `batch_norm="train"`.
     """
     twin = remove_(copy_model(model)).train()
@@ -115,10 +130,52 @@ def survey(
         with explain_failure(inputs[0], "already without gradients"):
             layers = find_order(twin, inputs)
             families = find_families(twin, inputs)
-        result = measure_gains(twin, layers, families, batches, loss, options)
+        trial = Trial(twin, layers, families, kinds, inputs, options)
+        result = measure_gains(trial, batches, loss)
         for resource in resources:
-            result.costs[resource] = COSTS[resource](twin, result, inputs, options)
+            result.costs[resource] = COSTS[resource](trial, result)
+            result.costs[resource].trained[np.equal(np.array(result.options), None)] = np.inf  # type: ignore[call-overload]
     return result
+
+
+@dataclass
+class Trial:
+    """A model that is surveyed, and what all parts of the survey need.
+
+    Attributes:
+        model: The model, which takes one plan after the other.
+        layers: Names, in the order in which they run.
+        families: What each does to a layer, from the coarsest to the finest, which is exact.
+        kinds: The keeps to choose from.
+        inputs: What a training step is called with.
+        options: Of the plan.
+        candidates: By family and layer, what was found of the layer's input.
+    """
+
+    model: nn.Module
+    layers: tuple[str, ...]
+    families: tuple[Backward, ...]
+    kinds: tuple[Kind, ...]
+    inputs: tuple[Tensor, ...]
+    options: dict[str, Any]
+    candidates: list[dict[str, Candidates]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """The places of the family and of the kind of each option."""
+        return list(product(range(len(self.families)), range(len(self.kinds))))
+
+    def apply(self, family: int, keep: Keep) -> None:
+        """Apply a family with one keep to all layers."""
+        apply_(self.model, Plan.all(replace(self.families[family], keep=keep), **self.options))
+
+    def apply_option(self, survey: Survey, column: int) -> None:
+        """Apply an option to all layers; those that do not have it get one that treats what is around them alike."""
+        family, kind = self.columns[column]
+        given = replace(self.families[family], keep=stand_for(self.kinds[kind]))
+        own = zip(self.layers, survey.options, strict=True) if not isinstance(self.kinds[kind], Keep) else ()
+        layers = {glob.escape(layer): options[column] or given for layer, options in own}
+        apply_(self.model, Plan({**layers, "*": given}, **self.options))
 
 
 def find_order(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
@@ -159,38 +216,53 @@ def find_families(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Backwar
     return (*(family for family in families.values() if family is not exact), exact)
 
 
-def measure_gains(
-    model: nn.Module,
-    layers: tuple[str, ...],
-    families: tuple[Backward, ...],
-    batches: Sequence[Batch],
-    loss: Loss | None,
-    options: dict[str, Any],
-) -> Survey:
-    """Return how much of each layer's exact gradient each family finds: one backward for each family and batch."""
-    found, squares = np.zeros((2, len(layers), len(families)))
-    total = 0.0
-    for batch in batches:
-        exact: dict[str, Tensor] = {}
-        for column in reversed(range(len(families))):  # the last is exact
-            apply_(model, Plan.all(families[column], **options))
-            gradients = find_gradients(model, batch, loss)
-            if not exact:
-                exact = gradients
-                total += sum(float(g.double().square().sum()) for g in exact.values())
-            groups = group(model, exact)
-            for row, layer in enumerate(layers):
-                names = [name for name in groups.get(layer, []) if name in gradients]
-                found[row, column] += sum(float((gradients[n].double() * exact[n].double()).sum()) for n in names)
-                squares[row, column] += sum(float(gradients[n].double().square().sum()) for n in names)
-    return Survey(layers, families, found, squares, total)
+def measure_gains(trial: Trial, batches: Sequence[Batch], loss: Loss | None) -> Survey:
+    """Return how much of each layer's exact gradient each option finds.
+
+    For each batch a forward for each family, and a backward for each option.
+    """
+    model, layers = trial.model, trial.layers
+    trial.apply(-1, FULL)
+    exact = [find_gradients(model, batch, loss) for batch in batches]
+    groups = group(model, {name for gradients in exact for name in gradients})
+    found, squares = np.zeros((2, len(layers), len(trial.columns)))
+    options: list[list[Backward | None]] = [[] for _ in layers]
+    scale = Fraction(len(trial.inputs[0]), len(batches[0][0]))
+    for place, family in enumerate(trial.families):
+        switch = Switch()
+        trial.candidates.append({layer: Candidates(trial.kinds, scale) for layer in layers})
+        trial.apply(place, Several(trial.candidates[-1], switch))
+        for batch, true in zip(batches, exact, strict=True):
+            with without_trace(model):
+                value = run_loss(model, batch[0], batch[1], loss)
+                switch.settled = True
+                for kind in range(len(trial.kinds)):
+                    switch.active = kind
+                    gradients = take_gradients(model, value, again=kind < len(trial.kinds) - 1)
+                    for row, layer in enumerate(layers):
+                        names = [name for name in groups.get(layer, []) if name in gradients and name in true]
+                        column = row, place * len(trial.kinds) + kind
+                        found[column] += sum(float((gradients[n].double() * true[n].double()).sum()) for n in names)
+                        squares[column] += sum(float(gradients[n].double().square().sum()) for n in names)
+        for layer, own in zip(layers, options, strict=True):
+            planned = trial.candidates[place][layer].find_planned()
+            own.extend(None if keep is None else replace(family, keep=keep) for keep in planned)
+    energies = {n: sum(find_energy(true[n]) for true in exact if n in true) for names in groups.values() for n in names}
+    by_layer = np.array([sum(energies[n] for n in groups.get(layer, [])) for layer in layers])
+    columns = tuple(family for family, _ in trial.columns)
+    total = sum(energies.values())
+    return Survey(layers, tuple(map(tuple, options)), columns, found, squares, by_layer, total)
 
 
-def find_memory(model: nn.Module, survey: Survey, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Costs:
-    """Return the bytes that autograd holds for each layer."""
+def find_memory(trial: Trial, survey: Survey) -> Costs:
+    """Return the bytes that autograd holds for each layer.
+
+    Ranks say nothing but how a layer's own input is held. So for layers with ranks nothing runs: they hold what they hold in a
+    keep that treats what is around them alike, but for the input.
+    """
 
     def run(inputs: tuple[Tensor, ...]) -> dict[str, float]:
-        with on_shapes(model) as (forward, state), follow(model) as places:
+        with on_shapes(trial.model) as (forward, state), follow(trial.model) as places:
             saved = Saved(places)
             with saved:
                 outputs = forward(*inputs)
@@ -198,37 +270,51 @@ def find_memory(model: nn.Module, survey: Survey, inputs: tuple[Tensor, ...], op
         del outputs
         return dict(held)
 
-    return find_costs(model, survey, inputs, options, run)
-
-
-def find_flops(model: nn.Module, survey: Survey, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Costs:
-    """Return the backward flops of each layer, and those of forward as the base."""
-    forward: list[int] = []
-
-    def run(inputs: tuple[Tensor, ...]) -> dict[str, float]:
-        step = predict_step(model, inputs, sum_outputs)
-        forward.append(step.count(FORWARD))
-        return dict(step.flops[BACKWARD])
-
-    costs = find_costs(model, survey, inputs, options, run)
-    costs.base = max(forward)
+    like = [find_like(trial.kinds, place) for place in range(len(trial.kinds))]
+    costs = find_costs(trial, survey, run, {place for place, other in enumerate(like) if place == other})
+    for column, (family, kind) in enumerate(trial.columns):
+        other = trial.kinds[like[kind]]
+        for row, own in enumerate(survey.options if like[kind] != kind else ()):
+            candidates, option = trial.candidates[family][trial.layers[row]], own[column]
+            if option is not None and isinstance(other, Keep):
+                difference = candidates.count_bytes(option.keep) - candidates.count_bytes(other)
+                costs.trained[row, column] = costs.trained[row, column + like[kind] - kind] + difference
     return costs
 
 
-def find_time(model: nn.Module, survey: Survey, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Costs:
-    """Return the seconds of each layer: a family's backward, as measured, shared out in proportion to flops."""
-    flops = find_flops(model, survey, inputs, options)
-    forward = []
-    for column, family in enumerate(survey.families):
-        apply_(model, Plan.all(family, **options))
-        with without_trace(model):
-            seconds = [time_step(model, inputs) for _ in range(3)]
-        forward.append(min(s[0] for s in seconds))
-        rate = min(s[1] for s in seconds) / flops.trained[:, column].sum()
-        flops.trained[:, column] *= rate
-        flops.passed[:, column] *= rate
-    flops.base = max(forward)
-    return flops
+def find_like(kinds: Sequence[Kind], place: int) -> int:
+    """Return the place of a keep that treats what is around a layer as a kind does: its own, where that is no share."""
+    around = stand_for(kinds[place]).around
+    alike = [i for i, kind in enumerate(kinds) if isinstance(kind, Keep) and kind.around == around]
+    return place if isinstance(kinds[place], Keep) or not alike else alike[0]
+
+
+def find_flops(trial: Trial, survey: Survey) -> Costs:
+    """Return the flops of each layer, backward and what it computes for that in forward; the least forward is the base."""
+    forward: list[dict[str, int]] = []
+
+    def run(inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        step = predict_step(trial.model, inputs, sum_outputs)
+        forward.append(step.flops[FORWARD])
+        return {layer: step.flops[FORWARD].get(layer, 0) + step.flops[BACKWARD].get(layer, 0) for layer in trial.layers}
+
+    costs = find_costs(trial, survey, run, set(range(len(trial.kinds))))
+    least = {layer: min(flops.get(layer, 0) for flops in forward) for flops in forward for layer in flops}
+    own = np.array([[least.get(layer, 0)] for layer in trial.layers])
+    return Costs(costs.trained - own, costs.passed - own, float(sum(least.values())))
+
+
+def find_time(trial: Trial, survey: Survey) -> Costs:
+    """Return the seconds of each layer: what a step takes above the fastest forward, shared out in proportion to flops."""
+    costs = find_flops(trial, survey)
+    seconds = np.zeros((len(trial.columns), 2))
+    for column in range(len(trial.columns)):
+        trial.apply_option(survey, column)
+        with without_trace(trial.model):
+            seconds[column] = np.min([time_step(trial.model, trial.inputs) for _ in range(3)], 0)
+    costs.base = float(seconds[:, 0].min())
+    rates = (seconds.sum(1) - costs.base) / np.maximum(costs.trained.sum(0), 1)
+    return Costs(costs.trained * rates, costs.passed * rates, costs.base)
 
 
 def time_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, float]:
@@ -242,31 +328,32 @@ def time_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, floa
     return middle - start, end - middle
 
 
-def find_costs(
-    model: nn.Module,
-    survey: Survey,
-    inputs: tuple[Tensor, ...],
-    options: dict[str, Any],
-    run: Callable[[tuple[Tensor, ...]], dict[str, float]],
-) -> Costs:
-    """Return what `run` says of each layer under each family, with all layers trained, and with none."""
-    shape = len(survey.layers), len(survey.families)
-    costs = Costs(np.zeros(shape), np.zeros(shape))
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for column, family in enumerate(survey.families):
-        apply_(model, Plan.all(family, **options))
-        trained = run(inputs)
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        try:
-            passed = run(tuple(to_meta(x).requires_grad_(x.is_floating_point()) for x in inputs))
-        finally:
+def find_costs(trial: Trial, survey: Survey, run: Callable[[tuple[Tensor, ...]], dict[str, float]], kinds: set[int]) -> Costs:
+    """Return what `run` says of each layer in each option of some kinds, with all layers trained, and with none.
+
+    With none, what is held depends on how a kind treats what is around a layer, and is the same for all kinds that agree.
+    """
+    costs = Costs(np.zeros_like(survey.found), np.zeros_like(survey.found))
+    trainable = [p for p in trial.model.parameters() if p.requires_grad]
+    passed: dict[tuple[int, Keep], dict[str, float]] = {}
+    for column, (family, kind) in enumerate(trial.columns):
+        key = family, stand_for(trial.kinds[kind]).around
+        if kind in kinds or key not in passed:
+            trial.apply_option(survey, column)
+        if kind in kinds:
+            trained = run(trial.inputs)
+            costs.trained[:, column] = [trained.get(layer, 0) for layer in trial.layers]
+        if key not in passed:
             for parameter in trainable:
-                parameter.requires_grad_(True)
-        costs.trained[:, column] = [trained.get(layer, 0) for layer in survey.layers]
-        costs.passed[:, column] = [passed.get(layer, 0) for layer in survey.layers]
+                parameter.requires_grad_(False)
+            try:
+                passed[key] = run(tuple(to_meta(x).requires_grad_(x.is_floating_point()) for x in trial.inputs))
+            finally:
+                for parameter in trainable:
+                    parameter.requires_grad_(True)
+        costs.passed[:, column] = [passed[key].get(layer, 0) for layer in trial.layers]
     return costs
 
 
-COSTS: dict[str, Callable[..., Costs]] = {MEMORY: find_memory, FLOPS: find_flops, TIME: find_time}
+COSTS: dict[str, Callable[[Trial, Survey], Costs]] = {MEMORY: find_memory, FLOPS: find_flops, TIME: find_time}
 """How to find the costs of each resource that a budget can be given for."""

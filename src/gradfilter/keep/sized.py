@@ -145,14 +145,12 @@ class Sized(LowRank):
         state.tensors[RANKS_CHOSEN] = torch.tensor([ranks[mode] for mode in self.find_modes(x)])
         state.tensors[CHOSEN_FOR] = torch.tensor([x.shape[mode] for mode in self.find_modes(x)])
 
-    def expect(self, x: Tensor, state: State) -> Tucker | None:
-        """Return the compressed form on shapes alone: with known ranks, or those of spectra that fall evenly."""
+    def expect_ranks(self, x: Tensor, state: State) -> Ranks | None:
+        """Return the ranks on shapes alone: known ones, or those of spectra that fall evenly."""
         ranks = self.give_ranks(x, state)
-        if ranks is None and self.energy is not None:
-            return None
-        if ranks is None:
+        if ranks is None and self.energy is None:
             ranks = self.choose(x, {mode: torch.arange(x.shape[mode], 0, -1) for mode in self.find_modes(x)}, state)
-        return project(x, [x.new_empty(n, r) if r < n else None for n, r in zip(x.shape, ranks, strict=True)])
+        return ranks
 
 
 def cut_factors(x: Tensor, directions: dict[int, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -178,9 +176,9 @@ class Subspace(Sized):
     name = "subspace"
 
     def decompose(self, x: Tensor, state: State) -> Tucker | None:
-        if x.is_meta:
-            return self.expect(x, state)
-        ranks = self.give_ranks(x, state) or self.calibrate(x, state)
+        ranks = self.expect_ranks(x, state) if x.is_meta else self.give_ranks(x, state) or self.calibrate(x, state)
+        if ranks is None:
+            return None
         core, factors = x, list[Tensor | None]([None] * x.dim())
         for mode in sorted(range(x.dim()), key=lambda mode: ranks[mode] / x.shape[mode]):
             if ranks[mode] < x.shape[mode]:
@@ -191,6 +189,8 @@ class Subspace(Sized):
     def find_factor(self, x: Tensor, mode: int, rank: int, state: State) -> Tensor:
         """Return the factor of a mode: a step from that of the step before, two from random directions."""
         name, shape = f"factor{mode}", (x.shape[mode], rank)
+        if x.is_meta:
+            return iterate(x, mode, x.new_empty(shape))
         start = state.tensors.get(name) if self.warm_start else None
         if start is None or start.shape != shape:  # another size of batch or image
             start = iterate(x, mode, draw(*shape, x.device, widen(x).dtype))
@@ -258,7 +258,9 @@ class Fixed(Sized):
 
     def decompose(self, x: Tensor, state: State) -> Tucker | None:
         if x.is_meta:
-            return self.expect(x, state)
+            ranks = self.expect_ranks(x, state)
+            lengths = zip(x.shape, ranks, strict=True) if ranks is not None else ()
+            return None if ranks is None else project(x, [x.new_empty(n, r) if r < n else None for n, r in lengths])
         seen = int(state.tensors.get("seen", 0))
         if (seen < self.batches and not is_again(x, state)) or self.give_ranks(x, state) is None:
             self.calibrate(x, state)

@@ -38,8 +38,10 @@ def draw_front(axes: "Axes", chosen: Chosen, resource: str) -> None:
     best = np.maximum.accumulate(cosines[order])
     rises = np.append(True, best[1:] > best[:-1]) & (best > 0)
     axes.plot(costs[order][rises], best[rises], drawstyle="steps-post", color=LIGHT["ink"], linewidth=1.2, label="best plans")
-    families = len(survey.families)
-    simple = make_simple_plans(len(survey.layers), families).reshape(2, -1, families, len(survey.layers))[1]
+    options = len(survey.families)
+    simple = make_simple_plans(len(survey.layers), options).reshape(2, -1, options, len(survey.layers))[1]
+    whole = np.append(np.diff(survey.families) > 0, True)  # the last of each family: inputs are held as they are
+    simple = simple[:, whole]
     exact, uniform = simple[0, -1:], simple[0, :-1]
     last = [n for n in (2, 4, 8, 16, 32) if n < len(simple)]
     kinds = (
@@ -53,9 +55,10 @@ def draw_front(axes: "Axes", chosen: Chosen, resource: str) -> None:
     lowest, before = chosen.cosine, 0.0
     for _, plans, _ in kinds:
         lowest = min(lowest, float(_find_points(chosen, plans, resource)[1].min(initial=1.0)))
-    for family, x, y in zip(survey.families, *_find_points(chosen, uniform, resource), strict=False):
+    named = [option for option, last in zip(survey.options[0], whole, strict=True) if last]
+    for option, x, y in zip(named, *_find_points(chosen, uniform, resource), strict=False):
         if x > _APART * before:
-            axes.annotate(str(family), (x, y), (4, -4), textcoords="offset points", fontsize=7, color=LIGHT["muted"], va="top")
+            axes.annotate(str(option), (x, y), (4, -4), textcoords="offset points", fontsize=7, color=LIGHT["muted"], va="top")
             before = x
     axes.axvline(chosen.budgets[resource], color=LIGHT["muted"], linestyle=":", linewidth=1)
     axes.plot(
