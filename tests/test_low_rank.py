@@ -302,3 +302,11 @@ def test_nothing_is_held_besides_what_is_kept(keep, memory_format):
         kept = parse_keep(keep).compress(x, state)
         for tensor in (*kept.tensors, *state.tensors.values()):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("keep", [gf.Subspace(memory=2500), gf.Subspace(memory=8000), gf.Fixed(memory=8000)], ids=str)
+def test_a_memory_is_predicted_as_the_most_that_can_be_held_before_the_first_batch(keep):
+    x, state = draw(4, 16, 8, 8).float(), State("layer")
+    most = sum(t.nbytes for t in keep.compress(x.to("meta"), state).tensors)
+    assert sum(t.nbytes for t in keep.compress(x, state).tensors) <= most <= keep.memory
+    assert most > 0.95 * keep.memory

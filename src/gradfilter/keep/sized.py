@@ -23,6 +23,7 @@ from gradfilter.keep.tucker import (
     cut,
     decompose,
     draw,
+    find_most_ranks,
     find_rank,
     iterate,
     project,
@@ -129,11 +130,21 @@ class Sized(LowRank):
                 find_rank(energies[mode], self.energy) if mode in energies else length for mode, length in enumerate(x.shape)
             )
         assert self.memory is not None
-        values = [energies[mode].double().clamp(min=0).cpu().numpy() if mode in energies else None for mode in range(x.dim())]
+        values = [energies[mode].clamp(min=0).cpu().numpy() if mode in energies else None for mode in range(x.dim())]
         whole = [np.append(np.zeros(n - 1), np.inf) if v is None else v for v, n in zip(values, x.shape, strict=True)]
-        ranks = choose_ranks(whole, int(float(self.memory)) // x.element_size())
+        ranks = choose_ranks(whole, self.count_allowed(x))
+        return self.check_fits(ranks, x, state)
+
+    def count_allowed(self, x: Tensor) -> int:
+        """Return how many numbers of the precision of x fit into the memory."""
+        assert self.memory is not None
+        return int(float(self.memory)) // x.element_size()
+
+    def check_fits(self, ranks: Ranks | None, x: Tensor, state: State) -> Ranks:
+        """Return ranks, unless there are none."""
+        modes = self.find_modes(x)
         if ranks is None:
-            least = count_numbers(x.shape, [1 if mode in energies else n for mode, n in enumerate(x.shape)]) * x.element_size()
+            least = count_numbers(x.shape, [1 if mode in modes else n for mode, n in enumerate(x.shape)]) * x.element_size()
             raise InputError(
                 f"layer '{state.layer}' cannot keep an input of shape {list(x.shape)} in {self.memory} B: with ranks of one it "
                 f"takes {least} B. Give more, or a coarser patch."
@@ -146,10 +157,11 @@ class Sized(LowRank):
         state.tensors[CHOSEN_FOR] = torch.tensor([x.shape[mode] for mode in self.find_modes(x)])
 
     def expect_ranks(self, x: Tensor, state: State) -> Ranks | None:
-        """Return the ranks on shapes alone: known ones, or those of spectra that fall evenly."""
+        """Return the ranks on shapes alone: known ones, or the most that a memory allows; None for an energy's."""
         ranks = self.give_ranks(x, state)
         if ranks is None and self.energy is None:
-            ranks = self.choose(x, {mode: torch.arange(x.shape[mode], 0, -1) for mode in self.find_modes(x)}, state)
+            whole = tuple(mode for mode in range(x.dim()) if mode not in self.find_modes(x))
+            ranks = self.check_fits(find_most_ranks(tuple(x.shape), whole, self.count_allowed(x)), x, state)
         return ranks
 
 

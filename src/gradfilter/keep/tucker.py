@@ -217,11 +217,27 @@ def expect_factor(x: Tensor, mode: int) -> None:
         decompose(matrix.t() @ matrix if rest < length else correlate(x, x, mode))
 
 
+def list_ranks(shape: Sequence[int], numbers: int) -> NDArray[np.int64]:
+    """Return ranks [modes, choices] whose core and factors are at most so many numbers, as large as can be in one mode.
+
+    All ranks of all modes but the longest are there; that of the longest is then the largest that fits.
+    """
+    longest = int(np.argmax(shape))
+    grid = np.meshgrid(*(np.arange(1, 2 if mode == longest else n + 1) for mode, n in enumerate(shape)), indexing="ij")
+    ranks = np.stack([axis.reshape(-1) for axis in grid])
+    volume = ranks.prod(0)
+    rest = numbers - sum(np.where(ranks[m] < n, ranks[m] * n, 0) for m, n in enumerate(shape) if m != longest)
+    length = shape[longest]
+    largest = np.minimum(rest // (volume + length), length)
+    ranks[longest] = np.where(volume * length <= rest, length, largest)  # whole, it needs no factor
+    return ranks[:, ranks[longest] > 0]
+
+
 def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks | None:
     """Return the ranks that lose least energy, summed over modes, while core and factors are at most so many numbers.
 
     The sum bounds the error of the decomposition: |x − x̂|² ≤ Σ over modes of what is lost (De Lathauwer 2000). Exactly: all
-    ranks of all modes but the longest are tried; that of the longest is then the largest that fits.
+    ranks of all modes but the longest are tried, with the largest of the longest that fits.
 
     Args:
         energies: For each mode, the energy of each direction, the largest first.
@@ -230,24 +246,26 @@ def choose_ranks(energies: Sequence[NDArray[np.float64]], numbers: int) -> Ranks
     Returns:
         A rank for each mode; None where even ranks of one do not fit.
     """
-    shape = [len(values) for values in energies]
+    ranks = list_ranks([len(values) for values in energies], numbers)
     lost = [np.append(np.cumsum(values[::-1])[::-1][1:], 0.0) for values in energies]  # by rank, from one
-    longest = int(np.argmax(shape))
-    others = [mode for mode in range(len(shape)) if mode != longest]
-    grid = np.meshgrid(*(np.arange(1, shape[mode] + 1) for mode in others), indexing="ij")
-    volume, factors, loss = np.ones(1), np.zeros(1), np.zeros(1)
-    for mode, ranks in zip(others, grid, strict=True):
-        volume = volume * ranks
-        factors = factors + np.where(ranks < shape[mode], ranks * shape[mode], 0)
-        loss = loss + lost[mode][ranks - 1]
-    rest = numbers - factors
-    length = shape[longest]
-    rank = np.floor(rest / (volume + length)).clip(0, length).astype(np.int64)
-    rank = np.where(volume * length <= rest, length, np.minimum(rank, length))  # whole, it needs no factor
-    loss = np.where(rank > 0, loss + lost[longest][np.maximum(rank, 1) - 1], np.inf)
-    best = np.unravel_index(int(np.argmin(loss)), np.broadcast_shapes(loss.shape, rank.shape))
-    if not np.isfinite(np.broadcast_to(loss, np.broadcast_shapes(loss.shape, rank.shape))[best]):
+    loss = sum(values[r - 1] for values, r in zip(lost, ranks, strict=True))
+    if not ranks.shape[1] or not np.isfinite(loss).any():
         return None
-    chosen = dict(zip(others, (int(ranks[best]) for ranks in grid), strict=True))
-    chosen[longest] = int(np.broadcast_to(rank, loss.shape)[best])
-    return tuple(chosen[mode] for mode in range(len(shape)))
+    return tuple(ranks[:, int(np.argmin(loss))].tolist())
+
+
+@lru_cache(maxsize=4096)
+def find_most_ranks(shape: tuple[int, ...], whole: tuple[int, ...], numbers: int) -> Ranks | None:
+    """Return the ranks, of all that `choose_ranks` may return, whose core and factors are the most numbers.
+
+    Args:
+        shape: The length of each mode.
+        whole: The modes that are not compressed.
+        numbers: How many numbers there may be.
+    """
+    ranks = list_ranks(shape, numbers)
+    ranks = ranks[:, np.all([ranks[mode] == shape[mode] for mode in whole], axis=0)] if whole else ranks
+    if not ranks.shape[1]:
+        return None
+    count = ranks.prod(0) + sum(np.where(r < n, r * n, 0) for r, n in zip(ranks, shape, strict=True))
+    return tuple(ranks[:, int(np.argmax(count))].tolist())
