@@ -154,7 +154,7 @@ def test_plans_are_the_best_of_all_of_a_small_network(name, columns):
         twin = gf.apply_(copy.deepcopy(model), known.make_plan(plan))
         # Less where layers share what they hold; a little more where a gate of one pixel is a region in one keep and not in the
         # other: which is why a plan that is chosen is predicted as a whole.
-        assert measure_saved_bytes(twin, batch[0]) <= 1.01 * expected
+        assert measure_saved_bytes(twin, batch[0]) <= expected + 128
         assert name == "residual" or measure_saved_bytes(twin, batch[0]) == expected
 
 
