@@ -158,6 +158,7 @@ def ddp_worker(rank: int, world: int, store: str, backwards: list[gf.Backward], 
             results.append(grads_of(model.module))
         if rank == 0:
             torch.save(results, out)
+        torch.distributed.barrier()  # who leaves first takes gloo's threads from under the other
     finally:
         torch.distributed.destroy_process_group()
 

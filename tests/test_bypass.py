@@ -381,11 +381,14 @@ def test_a_model_in_bfloat16():
 
 
 def test_ddp_averages_the_gradients_of_the_processes(tmp_path):
-    backwards = [gf.Backward(patch=1), gf.Backward(grid=2)]
+    keeps = (gf.Full(), gf.Int8(), gf.HOSVD(0.8), gf.Subspace(energy=0.9), gf.Fixed(rank=2))
+    backwards = [gf.Backward(patch=1), *(gf.Backward(grid=2, keep=keep) for keep in keeps)]
     torch.multiprocessing.spawn(ddp_worker, (2, str(tmp_path / "store"), backwards, str(tmp_path / "out.pt")), nprocs=2)
     images, labels = make_images(4), make_labels(4)
     for backward, got in zip(backwards, torch.load(tmp_path / "out.pt"), strict=True):
-        model = applied(make_net(), backward)
-        for rank in range(2):
+        each = []
+        for rank in range(2):  # each process has keeps of its own, which remember its own images
+            model = applied(make_net(), backward)
             (loss_of(model, images[rank::2], labels[rank::2]) / 2).backward()
-        assert_close(got, grads_of(model), 1e-11)
+            each.append(grads_of(model))
+        assert_close(got, {name: each[0][name] + each[1][name] for name in got}, 1e-11)

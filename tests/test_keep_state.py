@@ -14,14 +14,13 @@ import gradfilter as gf
 from gradfilter.apply import find_states
 from gradfilter.cost import measure_saved_by_layer, measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import PlanError
-from gradfilter.keep import State, parse_keep
+from gradfilter.keep import State
 from gradfilter.keep.low_rank import LowRank
 from helpers_safety import (
     Net,
     allow_exits,
     applied,
     assert_close,
-    ddp_worker,
     gradients,
     grads_of,
     loss_of,
@@ -414,22 +413,6 @@ def test_energy_is_kept_under_autocast():
     want = gf.HOSVD(0.999).compress(x, State("layer"))
     assert [tensor.shape for tensor in kept.tensors] == [tensor.shape for tensor in want.tensors]
     assert all(torch.equal(a, b) for a, b in zip(kept.tensors, want.tensors, strict=True))
-
-
-DISTRIBUTED = ("int8", "hosvd:0.8", "subspace:2", "subspace:0.9", "fixed:2")
-
-
-def test_ddp_averages_the_gradients_of_the_processes(tmp_path):
-    backwards = [gf.Backward(patch=2, keep=keep) for keep in map(parse_keep, DISTRIBUTED)]
-    torch.multiprocessing.spawn(ddp_worker, (2, str(tmp_path / "store"), backwards, str(tmp_path / "out.pt")), nprocs=2)
-    images, labels = make_images(4), make_labels(4)
-    for backward, got in zip(backwards, torch.load(tmp_path / "out.pt"), strict=True):
-        each = []
-        for rank in range(2):
-            model = applied(make_net(), backward)
-            (loss_of(model, images[rank::2], labels[rank::2]) / 2).backward()
-            each.append(grads_of(model))
-        assert_close(got, {name: each[0][name] + each[1][name] for name in got}, 1e-11)
 
 
 @allow_exits
