@@ -176,3 +176,19 @@ def test_layers_with_one_input_hold_it_once():
     model = gf.apply_(Branches(), gf.Plan.all(gf.Backward(patch=1, keep=gf.Int8())))
     numbers = x.numel() + 16 * x[:, :1].numel()
     assert numbers <= measure_saved_bytes(model, x) < 1.05 * numbers
+
+
+@pytest.mark.parametrize("keep", [gf.HOSVD(0.99), gf.SVD(0.99), gf.Subspace(energy=0.99)], ids=str)
+def test_the_cap_holds_where_two_layers_enter_on_one_plain_tensor(keep):
+    class Siblings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(x) + self.right(x)
+
+    x = torch.randn(32, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    model = gf.apply_(Siblings(), gf.Plan.all(gf.Backward(patch=1, keep=keep)))
+    cap = predict_saved_bytes(model, x)
+    assert 0 < measure_saved_bytes(model, x) <= cap

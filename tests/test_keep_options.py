@@ -169,3 +169,12 @@ def test_the_classifier_behind_the_last_convolutions_holds_its_input_as_it_is():
     assert {name: b.keep for name, b in head.items()} == {"5": keep}
     every = resolve(gf.Plan.all(gf.Backward(patch=1, keep=keep)), net).layers
     assert {b.keep for b in every.values()} == {keep}
+
+
+def test_a_second_keep_of_a_name_is_refused():
+    with pytest.raises(PlanError, match="there is a keep 'int8' already, Int8"):
+
+        class Again(gf.Int8):
+            name = "int8"
+
+    assert KEEPS["int8"] is gf.Int8

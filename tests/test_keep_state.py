@@ -88,6 +88,9 @@ def assert_equal(got, want):
 # Bytes
 
 
+GATES = {"everything": 6 * 6 * 4 + 2}
+"""A gate of one pixel is torch's own under full, and a region under a keep, where the derivative of its sigmoid (6 images of 6
+channels) and the bits of its ReLU (12) are held besides its output."""
 SIZED = [("inverted", {"patch": 1}), ("residual", {"patch": 1}), ("inverted", {"patch": 2}), ("everything", {"grid": 4})]
 
 
@@ -107,8 +110,8 @@ def test_measured_saved_bytes_are_the_predicted_ones(name, size):
             assert measured <= predicted, case
         elif case.keep.name == "subspace":  # known since the first batch
             assert predict_saved_bytes(model, images) == measure_saved_bytes(model, images) == measured, case
-        if case.exact:  # features, which torch's own layers hold under full, are a region here: a few bytes more or less
-            assert measured <= 1.01 * sizes["full"], case
+        if case.exact:
+            assert measured <= sizes["full"] + GATES.get(name, 0), case
     assert sizes["int8"] < 0.75 * sizes["full"]
     assert sizes["hosvd:0.8"] < sizes["hosvd:0.99"] < sizes["full"]
 

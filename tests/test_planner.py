@@ -153,9 +153,9 @@ def test_plans_are_the_best_of_all_of_a_small_network(name, columns):
         assert front.gains[place] == pytest.approx(gains[held <= budget].max(), rel=1e-2)
     for plan, expected in list(zip(every.tolist(), held, strict=True))[:: len(every) // 12]:
         twin = gf.apply_(copy.deepcopy(model), known.make_plan(plan))
-        # Less where layers share what they hold; a little more where a gate of one pixel is a region in one keep and not in the
-        # other: which is why a plan that is chosen is predicted as a whole.
-        assert measure_saved_bytes(twin, batch[0]) <= expected + 128
+        # Less where layers share what they hold; and up to a byte for each of the gate's 4 × 16 numbers more, where it is a
+        # region in one keep and not in the other: which is why a plan that is chosen is predicted as a whole.
+        assert measure_saved_bytes(twin, batch[0]) <= expected + 64
         assert name == "residual" or measure_saved_bytes(twin, batch[0]) == expected
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradfilter.keep import FULL, Int8, Keep, Kept, State, Subspace
-from gradfilter.keep.tucker import Ranks, choose_ranks, count_numbers, unfold
+from gradfilter.keep.low_rank import has_squares
+from gradfilter.keep.tucker import Ranks, choose_ranks, count_numbers, find_energies
 
 Kind = Keep | float
 """A keep for all layers, or the share of an input's numbers that core and factors may be: each layer then has its own ranks."""
@@ -63,8 +63,8 @@ class Candidates:
         """Return the keeps of all kinds; `Full` where an input is too small to be decomposed, or cannot be."""
         shape, shares = self.inputs[0][0], [kind for kind in self.kinds if not isinstance(kind, Keep)]
         ranks: dict[Kind, Ranks | None] = {}
-        if shares and x.dim() > 1 and math.prod(shape) >= LEAST_NUMBERS and bool(torch.isfinite(x.sum())):
-            energies = [find_energies(x, mode) for mode in range(x.dim())]
+        if shares and x.dim() > 1 and math.prod(shape) >= LEAST_NUMBERS and has_squares(x):
+            energies = [find_energies(x, mode).cpu().numpy() for mode in range(x.dim())]
             ranks = {share: choose_ranks(energies, int(share * x.numel())) for share in shares}
         keeps: list[tuple[Keep, Keep]] = []
         for kind in self.kinds:
@@ -166,11 +166,3 @@ class OpenActive:
         """Return what was held by the active one."""
         place = self.switch.active
         return self.opens[place](tensors[self.ends[place] : self.ends[place + 1]])
-
-
-def find_energies(x: Tensor, mode: int) -> NDArray[np.float64]:
-    """Return the energy of each direction of a mode, the largest first."""
-    matrix = unfold(x, mode)
-    gram = matrix @ matrix.t() if len(matrix) <= matrix.shape[1] else matrix.t() @ matrix
-    found = torch.linalg.eigvalsh(gram).flip(0).double().clamp(min=0).cpu().numpy()
-    return np.append(found, np.zeros(len(matrix) - len(found)))

@@ -85,8 +85,12 @@ class Keep(ABC):
     traceable: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Register a keep."""
+        """Register a keep that has a name of its own."""
         if "name" in cls.__dict__:
+            if cls.name in KEEPS:
+                raise PlanError(
+                    f"there is a keep {cls.name!r} already, {KEEPS[cls.name].__name__}. Give {cls.__name__} another name."
+                )
             KEEPS[cls.name] = cls
 
     @abstractmethod

@@ -33,6 +33,8 @@ class LowRank(Keep):
                 found = self.decompose(x, state)
         except torch.linalg.LinAlgError:  # it has one, but nobody finds it: no reason to end a run
             return hold(x)
+        if found is None and x.is_meta and not self.is_lossless:
+            return hold(torch.empty_like(x))  # at most: not x itself, which other layers may hold too, as factors are not
         if found is None or sum(tensor.numel() for tensor in found.tensors) >= x.numel():
             return hold(x)
         return Kept(found.tensors, Reassemble(tuple(factor is not None for factor in found.factors)))
@@ -42,8 +44,13 @@ class LowRank(Keep):
         """Return x in compressed form; None for as it is."""
 
     @property
+    @abstractmethod
+    def is_lossless(self) -> bool:
+        """Whether all energy is kept."""
+
+    @property
     def around(self) -> Keep:
-        return FULL if getattr(self, "energy", None) == 1 else Int8(stochastic=False)
+        return FULL if self.is_lossless else Int8(stochastic=False)
 
 
 def has_squares(x: Tensor) -> bool:
@@ -97,6 +104,10 @@ class HOSVD(LowRank):
     def __post_init__(self) -> None:
         """Check the energy."""
         object.__setattr__(self, "energy", check_energy(type(self).__name__, self.energy))
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.energy == 1
 
     def find_modes(self, x: Tensor) -> Sequence[int]:
         """Return the modes that are compressed."""

@@ -70,6 +70,10 @@ class Sized(LowRank):
             object.__setattr__(self, "rank", min(ranks) if len(ranks) == 1 else ranks)
 
     @property
+    def is_lossless(self) -> bool:
+        return self.energy == 1
+
+    @property
     def calibrates(self) -> bool:
         return self.rank is None
 

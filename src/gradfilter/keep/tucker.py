@@ -141,6 +141,15 @@ def decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
     return energies.flip(0), directions.flip(1).to(gram.dtype)
 
 
+def find_energies(x: Tensor, mode: int) -> Tensor:
+    """Return the energy of each direction of a mode, the largest first, in double precision as `decompose` does."""
+    length, rest = x.shape[mode], x.numel() // x.shape[mode]
+    matrix = unfold(widen(x), mode) if rest < length else None  # the smaller Gram matrix has all energies but zeros
+    gram = correlate(x, x, mode) if matrix is None else matrix.t() @ matrix
+    found = torch.linalg.eigvalsh(gram.double()).flip(0).clamp(min=0)
+    return torch.cat([found, found.new_zeros(length - len(found))])
+
+
 @lru_cache(maxsize=256)
 def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a random matrix, always the same one."""
