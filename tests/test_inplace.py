@@ -214,7 +214,7 @@ def test_a_shared_residual_is_not_overwritten():
 
     net.middle.register_forward_hook(look)
     gradients(applied(net, gf.Backward(patch=2)))
-    assert type(kept[0]) is PatchTensor
+    assert isinstance(kept[0], PatchTensor)
     assert torch.equal(kept[0].detach(), kept[1])
 
 

@@ -151,7 +151,7 @@ def test_features_come_out_as_plain_tensors_and_may_be_used_by_anything(recwarn)
     torch.linalg.svd(y)[1].sum().backward()  # no rule has this: an exit that costs nothing, and no warning
     assert not recwarn.list
     inner = model.get_submodule("0")(x)
-    assert type(inner) is PatchTensor
+    assert isinstance(inner, PatchTensor)
     assert gf.describe(model).count("int8") == 3
 
 

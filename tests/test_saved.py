@@ -51,7 +51,7 @@ def test_carriers_are_nan_and_without_storage():
     carriers: list[Tensor] = []
 
     def look(_m: nn.Module, _args: Any, y: Any) -> None:
-        if type(y) is PatchTensor:
+        if isinstance(y, PatchTensor):
             carriers.append(y.carrier)
             assert y.carrier.shape == (*y.shape[:2], *(-(-n // p) for n, p in zip(y.shape[2:], y.patch, strict=True)))
 

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
+from gradfilter.deferred import Handle
 from gradfilter.errors import ExitWarning, InputError, PlanError
+from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.keep import FULL, State
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import EXIT_NODES, PatchTensor, enter, is_live, is_traced, leave, plain_torch, regrid
+from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, leave, plain_torch, regrid
 
 
 @dataclass
@@ -99,9 +101,9 @@ class WholeModel(Hook):
             return None
         if self.applied.log.bypasses is None:
             self.find_bypasses(output)
-        if any(is_live(x) and x.choices.features for x in tree_leaves(output)):
+        if any((is_live(x) and x.choices.features) or isinstance(x, FrozenTensor) for x in tree_leaves(output)):
             with plain_torch():
-                return tree_map_only(PatchTensor, lambda x: leave(x) if is_live(x) and x.choices.features else x, output)
+                return tree_map_only(Handle, make_plain, output)
         return None
 
     def find_bypasses(self, output: Any) -> None:
@@ -125,6 +127,13 @@ class WholeModel(Hook):
                     log.bypasses.setdefault((node.choices.layer, name), reason)
             for (layer, name), reason in log.bypasses.items():
                 log.note(layer, name, reason)
+
+
+def make_plain(x: Handle) -> Tensor:
+    """Return an output of the model as the user expects it: features and frozen maps as plain tensors."""
+    if isinstance(x, FrozenTensor):
+        return give(x)
+    return leave(x) if is_live(x) and x.choices.features else x
 
 
 BY_PASS = "it is no torch function, but code with a backward of its own"
@@ -175,6 +184,8 @@ class PlannedLayer(Hook):
             x = args[0] if key is None else kwargs.get(key)
             if not isinstance(x, Tensor):
                 return None  # not for us: the layer itself says what is wrong
+            if isinstance(x, FrozenTensor):
+                x = give(x)
             layout = self.find_layout(module, x)
             if isinstance(layout, Layout) and self.applied.image and not is_in_backward():
                 self.images[layout.size(x.shape)] = self.applied.image
@@ -290,6 +301,17 @@ class Frozen(Hook):
 
 
 @dataclass
+class FrozenLayer(Hook):
+    """Forward pre-hook on a frozen convolution: from a plain tensor on, the frozen part runs on FrozenTensors."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.applied.paused or not torch.is_grad_enabled() or len(args) != 1:
+            return None
+        x = args[0]
+        return ((freeze_map(x),), kwargs) if type(x) is Tensor and can_freeze(x) else None
+
+
+@dataclass
 class FrozenStatistics(Hook):
     """Forward pre-hook and hook on a batch norm: it runs in eval mode, whatever `model.train()` says."""
 
@@ -331,6 +353,9 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     WholeModel(applied).attach(model)
     for name, backward in applied.resolved.layers.items():
         PlannedLayer(applied, name, backward, state=State(name)).attach(model.get_submodule(name))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and name not in applied.resolved.layers:
+            FrozenLayer(applied).attach(module)
     return model
 
 

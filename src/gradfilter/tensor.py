@@ -23,14 +23,14 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
+from gradfilter.deferred import METADATA, SET_DATA, Handle, Watch, pixels, plain_torch, resolve, run_on_values, wait
 from gradfilter.errors import DoubleBackwardError, InputError, RuleError
 from gradfilter.keep import Kept
 from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, is_map, make_areas, pool_sum
+from gradfilter.recipe import Recipe
 from gradfilter.regions import EXPECTED, Choices
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-plain_torch = torch._C.DisableTorchFunctionSubclass
-"""Context in which a PatchTensor is an ordinary tensor: rules run inside it."""
 
 
 class Rule(NamedTuple):
@@ -97,36 +97,27 @@ REGION_ENDS = object()
 """What a rule returns where a region is meant to end: an exit, and no warning."""
 
 
-SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 (by its name it would be a tensor to a type checker)
-
-
-class PatchTensor(Tensor):
+class PatchTensor(Handle):
     """A full-resolution value with a coarse carrier in autograd: [N, C, H, W] and [N, C, H', W'], or in another layout.
 
     Attributes:
         carrier: NaN everywhere and without storage: only its place in the graph matters.
-        value: The value alone: a plain tensor without gradient, on the same storage and version counter.
-        patch: Side of the patch `(h, w)` in pixels of this map.
         spatial: Which axes are rows and columns; the carrier has the same axes.
         choices: What the latest planned layer decided.
         origin: How this tensor was made, where the next rule can make use of it (a conv before its batch norm).
         borrowed: Whether the value belongs to a tensor that somebody else still holds.
         consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
         ended: Whether the region ends at this very tensor.
-        means: Patch means by patch, shared by all handles on the value.
-        kept: What layers hold of these means, by patch, keep and precision, shared likewise.
+        kept: What layers hold of the means, by patch, keep and precision, shared by all handles on the value.
     """
 
     carrier: Tensor
-    value: Tensor
-    patch: Pair
     spatial: Layout
     choices: Choices
     origin: Any
     borrowed: bool = False
     consumed: bool = False
     ended: bool = False
-    means: dict[Pair, Tensor]
     kept: dict[tuple[Any, ...], Kept]
     seen_version: int = -1  # that of no tensor: one that was not made by `wrap` is not live
 
@@ -145,13 +136,19 @@ class PatchTensor(Tensor):
         with plain_torch():
             if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
                 func(*args, **kwargs)
-                if func == SET_DATA and type(args[0]) is PatchTensor:  # another storage: the carrier is not that of this value
-                    args[0].value, args[0].seen_version = args[0].detach(), -1
+                if func == SET_DATA and isinstance(args[0], PatchTensor):  # another storage: not the carrier's value
+                    args[0].recipe, args[0].value, args[0].seen_version = None, args[1].detach(), -1
                 return None
+            if func in METADATA:
+                return func(*args, **kwargs)
             values = (args, tuple(kwargs.values()))
-            check_not_borrowed(values)
+            given = find_patch_tensors(values)
+            for x in given:
+                check_not_borrowed(x)
+                if x.watch.waiting:
+                    x.watch.settle()
             found = result = None
-            live = find_live(values)
+            live = [x for x in given if x.requires_grad and is_live(x)]
             if torch.is_grad_enabled():
                 found = RULES.get(func)
                 if found is not None and (found.any_layout or all(is_map(x, x.spatial) for x in live)):
@@ -161,11 +158,17 @@ class PatchTensor(Tensor):
                             x.consumed |= x is not result
                         return result
             expected = result is REGION_ENDS or func in EXPECTED_EXITS
+            for x in given:  # who sees the value now may change it later
+                if x.recipe is not None:
+                    resolve(x)
+                if not x.watch.closed:
+                    x.watch.close()
             if live and is_traced():
                 args = tree_map_only(PatchTensor, leave, args)
                 kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
-            check_not_borrowed((args, tuple(kwargs.values())))
+            for x in given:
+                check_not_borrowed(x)
             if live and (carries_grad(result) or not all(is_live(x) for x in live)):
                 reason = "it has no patch rule" if found is None else "its patch rule does not cover these arguments"
                 note_exit(live, func, EXPECTED if expected else reason)
@@ -196,28 +199,32 @@ def is_live(x: Any) -> TypeGuard[PatchTensor]:
     graph behind; the version counter shows it. So does `detach_`, which the need for a gradient shows.
     """
     return (
-        type(x) is PatchTensor and x._version == x.seen_version and not x.ended and x.requires_grad == x.carrier.requires_grad
+        isinstance(x, PatchTensor)
+        and x._version == x.seen_version
+        and not x.ended
+        and x.requires_grad == x.carrier.requires_grad
     )
 
 
-def check_not_borrowed(values: Any, written: bool = False) -> None:
+def check_not_borrowed(x: PatchTensor, written: bool = False) -> None:
     """Refuse an in-place change of a layer's own input: the tensor outside the layer would keep the old gradient."""
-    if isinstance(values, (tuple, list)):
-        for value in values:
-            check_not_borrowed(value, written)
-    elif type(values) is PatchTensor and values.borrowed and (written or values._version != values.seen_version):
-        x = values
+    if x.borrowed and (written or x._version != x.seen_version):
         raise InputError(
             f"layer '{x.choices.layer}' changes its input in place inside its own forward. The tensor it was given is shared "
             "with the code outside, whose gradient would be wrong. Use the out-of-place function there (inplace=False)."
         )
 
 
+def find_patch_tensors(values: Any) -> list[PatchTensor]:
+    """List the PatchTensors in nested tuples and lists of arguments."""
+    if isinstance(values, (tuple, list)):
+        return [x for value in values for x in find_patch_tensors(value)]
+    return [values] if isinstance(values, PatchTensor) else []
+
+
 def find_live(values: Any) -> list[PatchTensor]:
     """List the live PatchTensors with a gradient in nested tuples and lists of arguments."""
-    if isinstance(values, (tuple, list)):
-        return [x for value in values for x in find_live(value)]
-    return [values] if is_live(values) and values.requires_grad else []
+    return [x for x in find_patch_tensors(values) if x.requires_grad and is_live(x)]
 
 
 def carries_grad(result: Any) -> bool:
@@ -263,15 +270,17 @@ class Exit(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair, layout: Layout, choices: Choices) -> Tensor:
+    def forward(
+        ctx: Any, carrier: Tensor, value: tuple[Tensor], patch: Pair, layout: Layout, choices: Choices, kind: type[PatchTensor]
+    ) -> Tensor:
         ctx.patch, ctx.layout, ctx.choices = patch, layout, choices
         # Made here, from a tensor that autograd does not know as an input, the result is no view: in-place functions work.
-        return Tensor._make_subclass(PatchTensor, value[0])
+        return Tensor._make_subclass(kind, value[0])
 
     @staticmethod
     @coarse
     def backward(ctx: Any, gy: Tensor) -> Any:
-        return pool_sum(gy, ctx.patch, ctx.layout), None, None, None, None
+        return pool_sum(gy, ctx.patch, ctx.layout), None, None, None, None, None
 
 
 class Leave(Exit):
@@ -279,7 +288,7 @@ class Leave(Exit):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, carrier: Tensor, value: Tensor, patch: Pair, layout: Layout, choices: Choices
+        ctx: Any, carrier: Tensor, value: Tensor, patch: Pair, layout: Layout, choices: Choices, kind: type[PatchTensor]
     ) -> Tensor:
         ctx.patch, ctx.layout = patch, layout
         return value.clone()
@@ -350,12 +359,18 @@ class AxisMap(Function):
 
 
 def wrap(
-    value: Tensor, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None, layout: Layout = MAP
+    value: Tensor,
+    carrier: Tensor,
+    patch: Pair,
+    choices: Choices,
+    origin: Any = None,
+    layout: Layout = MAP,
+    kind: type[PatchTensor] = PatchTensor,
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
-    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices)  # type: ignore[assignment]
+    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices, kind)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
-    x.means, x.kept, x.seen_version = {}, {}, value._version
+    x.means, x.kept, x.watch, x.seen_version = {}, {}, Watch(), x._version
     return x
 
 
@@ -371,14 +386,27 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     return x
 
 
-def finish(x: PatchTensor, value: Tensor, carrier: Tensor, *, inplace: bool = False, patch: Pair | None = None) -> Tensor:
+def finish(
+    x: PatchTensor,
+    value: Tensor,
+    carrier: Tensor,
+    *,
+    inplace: bool = False,
+    patch: Pair | None = None,
+    mean: Tensor | None = None,
+) -> Tensor:
     """Return the result of a rule on x: a PatchTensor, or a plain tensor where nothing needs a gradient."""
+    patch = patch or x.patch
     if inplace:
-        x.patch = patch or x.patch
-        return rebind(x, carrier)
-    if not carrier.requires_grad:
+        x.patch = patch
+        y = rebind(x, carrier)
+    elif not carrier.requires_grad:
         return value
-    return wrap(value, carrier, patch or x.patch, x.choices, layout=x.spatial)
+    else:
+        y = wrap(value, carrier, patch, x.choices, layout=x.spatial)
+    if mean is not None:
+        y.means[patch] = mean
+    return y
 
 
 def share(
@@ -397,8 +425,25 @@ def share(
     """
     y = view.as_subclass(PatchTensor)
     y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
-    y.means, y.kept, y.seen_version, y.borrowed = {}, {}, value._version, x.borrowed
+    y.means, y.kept, y.watch, y.seen_version, y.borrowed = {}, {}, Watch(closed=True), y._version, x.borrowed
+    x.watch.close()  # a change of the view changes x, too
     return y
+
+
+class DeferredTensor(PatchTensor):
+    """A PatchTensor whose value is computed when somebody reads it."""
+
+    __torch_dispatch__ = classmethod(run_on_values)
+
+
+def defer(recipe: Recipe, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None) -> Tensor:
+    """Return a map whose value is computed later; a plain tensor, computed now, where nothing needs a gradient."""
+    if not carrier.requires_grad:
+        with torch.no_grad():
+            return recipe.run().y
+    x = wrap(make_carrier(recipe.shape, recipe.x), carrier, patch, choices, origin, kind=DeferredTensor)
+    wait(x, recipe)
+    return x
 
 
 def spatial_size(x: PatchTensor) -> Pair:
@@ -411,14 +456,9 @@ def carrier_layout(x: PatchTensor) -> Layout:
     return x.spatial.with_size(count_cells(spatial_size(x), x.patch))
 
 
-def pixels(x: Tensor) -> Tensor:
-    """Return the value of any tensor without its gradient, on the same storage and version counter."""
-    return x.value if type(x) is PatchTensor else x.detach()
-
-
 def leave(x: PatchTensor) -> Tensor:
     """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
-    return Leave.apply(x.carrier, x.value, x.patch, x.spatial, x.choices)  # type: ignore[return-value]
+    return Leave.apply(x.carrier, pixels(x), x.patch, x.spatial, x.choices, PatchTensor)  # type: ignore[return-value]
 
 
 def is_traced() -> bool:
@@ -463,7 +503,9 @@ def hold_map(x: Tensor | None, choices: Choices, layout: Layout = MAP) -> Kept |
 def enter(x: Tensor, choices: Choices, layout: Layout = MAP) -> PatchTensor:
     """Start a region at x."""
     patch = choices.tiling.patch_for(layout.size(x.shape))
-    return borrow(wrap(x.detach(), enter_carrier(x, patch, layout), patch, choices, layout=layout))
+    entered = borrow(wrap(x.detach(), enter_carrier(x, patch, layout), patch, choices, layout=layout))
+    entered.watch.close()  # somebody outside holds it, and may change it
+    return entered
 
 
 def enter_carrier(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
@@ -493,5 +535,5 @@ def regrid(x: PatchTensor, patch: Pair, choices: Choices) -> PatchTensor:
         return x
     origin = x.origin if patch == x.patch else None
     again = borrow(wrap(pixels(x), regrid_carrier(x, patch), patch, choices, origin, x.spatial))
-    again.means, again.kept, x.consumed = x.means, x.kept, True
+    again.means, again.kept, again.watch, x.consumed = x.means, x.kept, x.watch, True
     return again

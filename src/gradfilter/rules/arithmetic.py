@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.deferred import can_add, wait
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Layout, Pair, count_cells, pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
-from gradfilter.rules.meet import broadcast, meet
+from gradfilter.rules.meet import Meeting, broadcast, meet
 from gradfilter.tensor import (
     PatchTensor,
     coarse,
+    defer,
     find_live,
     finish,
     hold_map,
@@ -168,6 +170,8 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
         met = meet([x, other], broadcast(x, other))
         if met is None:
             return NotImplemented
+    if met is not None and a == b == 1 and is_live(other) and can_add(x, other):
+        return add_deferred(x, other, met, inplace)
     with torch.no_grad():
         y = func(*map(value_of, args), **kwargs)
     if met is not None:
@@ -181,9 +185,21 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
     return finish(x, y, carrier, inplace=inplace)  # type: ignore[arg-type]
 
 
+def add_deferred(x: PatchTensor, residual: PatchTensor, met: Meeting, inplace: bool) -> Tensor:
+    """Return the sum of a deferred x and a residual, deferred."""
+    assert x.recipe is not None
+    value = pixels(residual)
+    carrier: Tensor = Add.apply(*met.carriers, 1, 1, value)  # type: ignore[assignment]
+    recipe = x.recipe.add(residual, value)
+    if not inplace:
+        return defer(recipe, carrier, met.patch, met.choices)
+    wait(x, recipe)
+    return met.finish(value, carrier, x)
+
+
 def value_of(argument: Any) -> Any:
     """Return an argument of a function as its values alone take it."""
-    return pixels(argument) if type(argument) is PatchTensor else argument
+    return pixels(argument) if isinstance(argument, PatchTensor) else argument
 
 
 @rule(*find_functions("add", "__add__", "__radd__", "__iadd__"), any_layout=True)

@@ -10,12 +10,25 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter import patches
+from gradfilter.deferred import can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
+from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
-from gradfilter.tensor import PatchTensor, coarse, is_live, keep_input, make_carrier, mean, pixels, rule, wrap
+from gradfilter.tensor import (
+    PatchTensor,
+    coarse,
+    defer,
+    is_live,
+    keep_input,
+    make_carrier,
+    mean,
+    pixels,
+    rule,
+    wrap,
+)
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
@@ -169,18 +182,26 @@ def conv2d(
     groups: int = 1,
 ) -> Any:
     """Run conv2d on the values and hand its carrier on."""
-    if not is_live(input) or type(weight) is PatchTensor or input.dim() != 4:
+    if not is_live(input) or isinstance(weight, PatchTensor) or input.dim() != 4:
         return NotImplemented
-    x = input
+    x, recipe = input, None
+    stride, dilation = as_pair(stride), as_pair(dilation)
     with torch.no_grad():
-        y = func(pixels(x), weight, bias, stride, padding, dilation, groups)
+        value = pixels(x)
+        zeros = None if isinstance(padding, str) else as_pair(padding)
+        conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_defer(x) else None
+        if conv is not None:
+            recipe = Recipe(value, watch(x, weight, bias), conv)
+            y = make_carrier(recipe.shape, value)
+        else:
+            y = func(value, weight, bias, stride, padding, dilation, groups)
     pads = (0, 0, 0, 0)
     if isinstance(x.origin, Padded) and x.origin.is_intact:
         # Patches of a padded map would straddle those of the map: take the map itself and let the kernel pad.
         pads, unpadded = x.origin.pads, x.origin.x
     else:
         unpadded = x
-    kernel, stride, dilation = (weight.shape[2], weight.shape[3]), as_pair(stride), as_pair(dilation)
+    kernel = weight.shape[2], weight.shape[3]
     before = resolve_padding(padding, kernel, dilation, pads)
     out_patch = x.choices.tiling.patch_for(map_size(y))
     axes = [
@@ -191,21 +212,33 @@ def conv2d(
     ]
     lumped = x.choices.kernel == "lumped" and np.prod(kernel) > 1
     geometry = make_geometry(axes[0], axes[1], groups, lumped)
-    return finish_conv(x, unpadded, weight, bias, geometry, y)
+    return finish_conv(x, unpadded, weight, bias, geometry, y, recipe)
 
 
 def finish_conv(
-    x: PatchTensor, read: PatchTensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, y: Tensor
+    x: PatchTensor,
+    read: PatchTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    y: Tensor,
+    recipe: Recipe | None = None,
 ) -> Tensor:
-    """Return the result of a convolution of x, which reads `read`: x itself, or what x is the padded map of."""
+    """Return the result of a convolution of x, which reads `read`: x itself, or what x is the padded map of.
+
+    With a recipe y is not computed yet, and only has its shape.
+    """
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
             kept = keep_input(read, pool_input(read, geometry), x.choices, y.dtype)
     carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
+    origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
+    if recipe is not None:
+        return defer(recipe, carrier, geometry.out_patch, x.choices, origin)
     if not carrier.requires_grad:
         return y
-    return wrap(y, carrier, geometry.out_patch, x.choices, ConvOrigin(read.carrier, weight, bias, kept, geometry))
+    return wrap(y, carrier, geometry.out_patch, x.choices, origin)
 
 
 @rule(torch.conv_transpose2d)
@@ -225,7 +258,7 @@ def conv_transpose2d(
     A transposed convolution is a convolution whose taps read (i + p − d·u)/s, where that is whole. kernel="lumped" means the
     lift here: most taps of an output pixel read nothing, so a kernel replaced by its sum has no scale of its own.
     """
-    if not is_live(input) or type(weight) is PatchTensor:
+    if not is_live(input) or isinstance(weight, PatchTensor):
         return NotImplemented
     x = input
     with torch.no_grad():

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.patches import MAP, Layout, Pair, count_dtype, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.native import CLAMP, LEAKY, Act
+from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
@@ -24,6 +26,7 @@ from gradfilter.tensor import (
     make_carrier,
     pixels,
     rule,
+    spatial_size,
 )
 
 
@@ -56,9 +59,11 @@ class StepDerivative(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, steep: Tensor, slopes: tuple[float, float], patch: Pair, layout: Layout) -> Tensor:
-        ctx.size, ctx.patch, ctx.slopes, ctx.layout = layout.size(steep.shape), patch, slopes, layout
-        ctx.save_for_backward(count_steep(steep, patch, layout))
+    def forward(
+        ctx: Any, carrier: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout
+    ) -> Tensor:
+        ctx.size, ctx.patch, ctx.slopes, ctx.layout = size, patch, slopes, layout
+        ctx.save_for_backward(count)
         return make_carrier(carrier.shape, carrier)
 
     @staticmethod
@@ -67,7 +72,7 @@ class StepDerivative(Function):
         (count,) = ctx.saved_tensors
         low, high = ctx.slopes
         share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
-        return g * (share if (low, high) == (0, 1) else low + (high - low) * share), None, None, None, None
+        return g * (share if (low, high) == (0, 1) else low + (high - low) * share), None, None, None, None, None
 
 
 def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
@@ -125,20 +130,37 @@ STEPS = {
 """Functions with slope 1 strictly between two bounds and a constant slope elsewhere: (from, to, slope outside)."""
 
 
-@rule(*find_functions(*STEPS), any_layout=True)
+STEP_FUNCTIONS = find_functions(*STEPS)
+
+
+def find_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the entry of `STEPS` that a call means."""
+    options = {k: v for k, v in kwargs.items() if k != "inplace"}
+    return STEPS[func.__name__.rstrip("_")](*args[1:], **options)
+
+
+def make_act(start: float, end: float, slope: float) -> Act:
+    """Return an entry of `STEPS` as the fused pass knows it."""
+    return Act(LEAKY if slope else CLAMP, start, end, slope)
+
+
+@rule(*STEP_FUNCTIONS, any_layout=True)
 def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a piecewise linear activation; which piece a pixel is on shows in the result, so it may be in place."""
     x, inplace = args[0], is_inplace(func, kwargs)
     if not is_live(x):
         return NotImplemented
-    options = {k: v for k, v in kwargs.items() if k != "inplace"}
-    start, end, slope = STEPS[func.__name__.rstrip("_")](*args[1:], **options)
+    start, end, slope = find_step(func, args, kwargs)
     if slope < 0:
         return NotImplemented
     with torch.no_grad():
-        y = func(pixels(x), *args[1:], **kwargs)
-        steep = find_steep(y, start, end)
-    return finish(x, y, StepDerivative.apply(x.carrier, steep, (slope, 1.0), x.patch, x.spatial), inplace=inplace)
+        fused = run_act(x, make_act(start, end, slope), inplace) if is_map(x, x.spatial) else None
+        y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y
+        count = None if fused is None else fused.slope
+        if count is None:
+            count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
+    carrier: Tensor = StepDerivative.apply(x.carrier, count, (slope, 1.0), spatial_size(x), x.patch, x.spatial)  # type: ignore[assignment]
+    return finish(x, y, carrier, inplace=inplace, mean=None if fused is None else fused.mean)
 
 
 ACTIVATIONS = (

@@ -86,7 +86,7 @@ class Linear(Function):
 @rule(F.linear, any_layout=True)
 def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Map the channels of a map or of tokens, the channels being the last axis."""
-    if not is_live(input) or type(weight) is PatchTensor:
+    if not is_live(input) or isinstance(weight, PatchTensor):
         return NotImplemented
     x = input
     if x.dim() - 1 in x.spatial.axes:

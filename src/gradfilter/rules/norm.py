@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.errors import InputError
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Pair, is_map, make_areas, map_size
+from gradfilter.recipe import Norm
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import (
     EXPECTED_EXITS,
     PatchTensor,
     coarse,
+    defer,
     finish,
     hold_map,
     is_live,
@@ -163,8 +166,14 @@ def batch_norm(
         with torch.no_grad():
             y, mu, inverse = torch.native_batch_norm(pixels(x), weight, bias, running_mean, running_var, True, momentum, eps)
         return finish_norm(x, weight, bias, mu, inverse, y)
-    with torch.no_grad():
-        y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
+    recipe = None
+    if running_mean is not None and running_var is not None and can_defer(x):
+        recipe = make_recipe(x).normalise(Norm(running_mean, running_var, weight, bias, eps))
+    if recipe is None:
+        with torch.no_grad():
+            y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
+    else:
+        y = x.value  # it stands for a value that waits: all that carriers need to know are its shape and dtype
     statistics = (running_mean, running_var, eps)
     trains_gamma = weight is not None and weight.requires_grad
     origin = x.origin
@@ -173,6 +182,8 @@ def batch_norm(
     else:
         x_bar = hold_map(mean(x), x.choices) if trains_gamma else None
         carrier = NormEval.apply(x.carrier, weight, bias, *statistics, x_bar, y)
+    if recipe is not None:
+        return defer(recipe, carrier, x.patch, x.choices)  # type: ignore[arg-type]
     return finish(x, y, carrier)  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ def align(shape: Sequence[int], wanted: Sequence[int], layout: Layout) -> Layout
 
 def takes_shape(func: Any, args: tuple[Any, ...]) -> Any:
     """Give a plain tensor the shape of a PatchTensor, which has no other part in it."""
-    if type(args[0]) is PatchTensor or len(args) != 2 or not is_live(args[1]):
+    if isinstance(args[0], PatchTensor) or len(args) != 2 or not is_live(args[1]):
         return NotImplemented
     return func(args[0], pixels(args[1]))
 

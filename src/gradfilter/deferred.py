@@ -1,0 +1,172 @@
+"""Deferred evaluation: a tensor whose value is computed when somebody reads it, together with what is done to it.
+
+torch calls a batch norm, a sum and an activation one after the other, each a pass over the whole map. A deferred tensor lets
+the first ones wait for the last, so that one pass does it all. Until then it shows NaN and holds a `Recipe`. Functions that
+know recipes take it over; all others find the value as ever: those that go through `__torch_function__` are given it there,
+and whatever by-passes that (compiled and scripted code, transforms) calls operators of torch, which come by
+`__torch_dispatch__`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from gradfilter import native
+from gradfilter.native import IDENTITY, Act, Fused
+from gradfilter.patches import Pair
+from gradfilter.recipe import Recipe, watch
+
+plain_torch = torch._C.DisableTorchFunctionSubclass
+"""Context in which tensors of this package are ordinary tensors: rules run inside it."""
+SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 (by its name it would be a tensor to a type checker)
+
+METADATA: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim requires_grad grad_fn is_leaf grad".split()),
+    *(getattr(Tensor, name) for name in "size dim numel nelement __len__ is_floating_point is_complex element_size".split()),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What can be asked of a tensor without its values being there, or being shown to anybody."""
+
+
+class Watch:
+    """Who waits for the value of a tensor to be used, shared by all handles on it.
+
+    A deferred tensor reads its sources when it is resolved, so none of them may change before that. Whatever is done with a
+    source resolves those that wait for it first, and nobody waits for a tensor that code outside the rules can change.
+
+    Attributes:
+        closed: Whether nobody may wait any more.
+        waiting: The deferred tensors that read this one.
+    """
+
+    __slots__ = ("closed", "waiting")
+
+    def __init__(self, closed: bool = False) -> None:
+        """Start with nobody."""
+        self.closed = closed
+        self.waiting: list[weakref.ref[Handle]] = []
+
+    def settle(self) -> None:
+        """Resolve the tensors that wait."""
+        waiting, self.waiting = self.waiting, []
+        for reference in waiting:
+            x = reference()
+            if x is not None and x.recipe is not None:
+                resolve(x)
+
+    def close(self) -> None:
+        """Resolve the tensors that wait, and let nobody wait from now on."""
+        self.settle()
+        self.closed = True
+
+
+class Handle(Tensor):
+    """A tensor that knows its value as a plain one, or how to compute it.
+
+    Attributes:
+        value: The value alone: a plain tensor without gradient, on the same storage. NaN where it is not yet computed.
+        patch: Side of the patch `(h, w)` in pixels of this map.
+        means: Patch means by patch, shared by all handles on the value.
+        watch: Who waits for the value, shared likewise.
+        recipe: How the value is computed, where it is not yet.
+    """
+
+    value: Tensor
+    patch: Pair = (1, 1)
+    means: dict[Pair, Tensor]
+    watch: Watch = Watch(closed=True)
+    recipe: Recipe | None = None
+
+
+def run_on_values(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Run an operator of torch on values: the `__torch_dispatch__` of tensors that may be deferred."""
+    args = tree_map_only(Handle, pixels, args)
+    return func(*args, **tree_map_only(Handle, pixels, kwargs or {}))
+
+
+def pixels(x: Tensor) -> Tensor:
+    """Return the value of any tensor without its gradient, on the same storage."""
+    if isinstance(x, Handle):
+        if x.recipe is not None:
+            resolve(x)
+        return x.value
+    return x.detach()
+
+
+def can_defer(x: Handle) -> bool:
+    """Tell whether the next function of x may wait: x is an ordinary map on a CPU that nobody outside can change."""
+    return (
+        not x.watch.closed
+        and x.dim() == 4
+        and x.device.type == "cpu"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def make_recipe(x: Handle) -> Recipe:
+    """Return a recipe to go on from: the one of a deferred convolution, else one that starts from the value of x."""
+    if x.recipe is not None and x.recipe.norm is None and x.recipe.residual is None:
+        return x.recipe
+    return Recipe(pixels(x), watch(x))
+
+
+def can_add(x: Any, residual: Any) -> bool:
+    """Tell whether the sum of a deferred x and a residual may wait, too."""
+    return (
+        isinstance(x, Handle)
+        and isinstance(residual, Handle)
+        and x.recipe is not None
+        and x.recipe.residual is None
+        and x is not residual
+        and can_defer(residual)
+        and residual.shape == x.shape
+        and residual.dtype == x.dtype
+    )
+
+
+def wait(x: Handle, recipe: Recipe) -> None:
+    """Give a deferred tensor its recipe, and let the sources know that it will read them."""
+    x.recipe = recipe
+    for source, _ in recipe.sources:
+        if isinstance(source, Handle):
+            source.watch.waiting.append(weakref.ref(x))
+
+
+def resolve(x: Handle) -> None:
+    """Compute the value of a deferred tensor."""
+    assert x.recipe is not None
+    with plain_torch(), torch.no_grad():
+        settle(x, x.recipe.run(IDENTITY, x.patch))
+
+
+def settle(x: Handle, fused: Fused) -> None:
+    """Give a deferred tensor its value, or that of a function of it that works in place."""
+    x.recipe, x.value = None, fused.y
+    SET_DATA(x, fused.y)
+    if fused.mean is not None:
+        x.means[x.patch] = fused.mean
+
+
+def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
+    """Return an activation of a map with its patch means and slopes, in one pass that computes the map too if it is deferred.
+
+    `None` where there is no such pass. In place, the value of x is changed; its carrier is for the caller to bind.
+    """
+    if x.recipe is None:
+        if not native.can_run(x.value):
+            return None
+        if inplace:
+            torch.autograd.graph.increment_version(x.value)
+        return native.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
+    if not x.recipe.is_native:
+        return None
+    fused = x.recipe.run(act, x.patch)
+    if inplace:
+        settle(x, fused)
+    return fused
