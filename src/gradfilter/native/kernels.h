@@ -22,6 +22,9 @@
 #define GF_INLINE static inline __attribute__((always_inline))
 #endif
 
+/* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
+enum { GF_ABI = 1 };
+
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
 
@@ -39,10 +42,10 @@ typedef struct {
     int32_t kind;        /* enum gf_kind */
     int32_t count_bytes; /* 1, 2 or 4: size of a count in `slope`; used by CLAMP and LEAKY */
     float lo, hi, leak;  /* bounds of CLAMP; slope of LEAKY below 0 */
-    int32_t pad;
+    int32_t sums;        /* `mean` receives sums over patches instead */
     const void *x;
     const void *residual; /* or NULL */
-    void *y;              /* may be x */
+    void *y;              /* may be x; or NULL: pool only */
     const float *scale;   /* [C], or NULL for 1 */
     const float *shift;   /* [C], or NULL for 0 */
     void *mean;           /* [N, C, H', W'] in the map's dtype and memory order, or NULL */
@@ -56,23 +59,18 @@ size_t gf_norm_act_scratch(const gf_norm_act *task);
  * x and y are the whole maps' pointers; with x == y the rows that were just written are finished in place. */
 typedef void gf_norm_act_unit(const gf_norm_act *task, int64_t image, int64_t row, void *scratch);
 
-/* Means (or sums) of patches and their transpose. */
+/* The transpose of pooling: every cell over its patch. */
 typedef struct {
     gf_map map;
-    const void *x; /* pool: the map; unpool: the cells [N, C, H', W'] */
-    void *y;       /* pool: the cells; unpool: the map */
-    int32_t mean;  /* divide by the real pixels of each patch */
+    const void *cells; /* [N, C, H', W'] */
+    void *y;           /* [N, C, H, W] */
+    int32_t shared;    /* divide each cell by the real pixels of its patch */
     int32_t pad;
-} gf_pool;
-
-size_t gf_pool_scratch(const gf_pool *task);
-typedef void gf_pool_unit(const gf_pool *task, int64_t image, int64_t row, void *scratch);
+} gf_unpool;
 
 /* What a level of the instruction set has to offer. */
 typedef struct {
     gf_norm_act_unit *norm_act;
-    gf_pool_unit *pool;
-    gf_pool_unit *unpool;
 } gf_kernels;
 
 /* The table of the level in use. */
