@@ -14,7 +14,8 @@ GF_INLINE L(vf) L(load_float)(const float *p) {
 
 GF_INLINE void L(store_float)(float *p, L(vf) v) { memcpy(p, &v, sizeof v); }
 
-GF_INLINE L(vf) L(splat)(float v) { return (L(vf)){0} + v; }
+/* Minus zero keeps the sign of a zero. */
+GF_INLINE L(vf) L(splat)(float v) { return v - (L(vf)){0}; }
 
 GF_INLINE L(vf) L(load)(const void *p, int64_t at, const int dtype) {
     if (dtype == GF_FLOAT32) return L(load_float)((const float *)p + at);
@@ -40,6 +41,14 @@ GF_INLINE L(vf) L(store)(void *p, int64_t at, L(vf) v, const int dtype) {
     L(vh) half = __builtin_convertvector(nearest, L(vh));
     memcpy((uint16_t *)p + at, &half, sizeof half);
     return (L(vf))(nearest << 16);
+}
+
+GF_INLINE void L(prefetch)(const void *p, int64_t at, const int dtype, const int write) {
+    const char *line = (const char *)((uintptr_t)p + (uintptr_t)at * (dtype == GF_FLOAT32 ? 4 : 2));
+    if (write)
+        __builtin_prefetch(line, 1);
+    else
+        __builtin_prefetch(line, 0);
 }
 
 /* exp(x): 2^n times a polynomial in the rest of x, |rest| <= ln(2)/2. Relative error below 2e-7. */
@@ -88,7 +97,8 @@ GF_INLINE L(vf) L(activate)(L(vf) z, const strip *s, const int kind, L(vf) *shar
 }
 
 /* Run as many whole vectors of the strip as there are from element `i`; return where it stopped. */
-GF_INLINE int64_t L(run_strip)(const strip *s, int64_t i, const int kind, const int dtype, const int residual) {
+GF_INLINE int64_t L(run_strip)(const strip *given, int64_t i, const int kind, const int dtype, const int residual) {
+    const strip own = *given, *const s = &own; /* no store to y can change it: its fields stay in registers */
     const int steps = kind == GF_CLAMP || kind == GF_LEAKY;
     for (; i + LANES <= s->width; i += LANES) {
         const L(vf) scale = s->scales ? L(load_float)(s->scales + i) : L(splat)(s->scale);
@@ -97,6 +107,9 @@ GF_INLINE int64_t L(run_strip)(const strip *s, int64_t i, const int kind, const 
         L(vi) count = {0};
         for (int64_t k = 0, at = i; k < s->count; k++, at += s->stride) {
             L(vf) share = {0};
+            L(prefetch)(s->x, at + s->ahead, dtype, 0);
+            if (s->y && s->y != s->x) L(prefetch)(s->y, at + s->ahead, dtype, 1);
+            if (residual) L(prefetch)(s->residual, at + s->ahead, dtype, 0);
             L(vf) z = L(load)(s->x, at, dtype) * scale + shift;
             if (residual) z += L(load)(s->residual, at, dtype);
             L(vf) y = L(activate)(z, s, kind, &share);

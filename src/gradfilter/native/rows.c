@@ -10,6 +10,7 @@ typedef struct {
     const void *x, *residual;
     void *y;
     int64_t width, count, stride;
+    int64_t ahead; /* elements from here to what is read next: no hardware foresees several interleaved runs */
     const float *scales, *shifts; /* per element, or NULL: the numbers below */
     float scale, shift;
     float lo, hi, leak;
@@ -128,6 +129,7 @@ static void run_channels_last(const gf_norm_act *t, run_fn *run, int64_t image, 
             const int64_t from = cell * pw;
             s.count = from + pw <= m->w ? pw : m->w - from;
             s.first = r == 0;
+            s.ahead = s.count * m->c;
             place(&s, t, (((image * m->h + row * m->ph + r) * m->w) + from) * m->c);
             if (pooled) {
                 s.sums = scratch + 2 * cell * m->c;
@@ -158,6 +160,7 @@ static void run_channels_first(const gf_norm_act *t, run_fn *run, int64_t image,
     s.width = pooled ? m->w : m->w * rows;
     s.count = pooled ? rows : 1;
     s.stride = m->w;
+    s.ahead = s.count * m->w;
     s.first = 1;
     for (int64_t c = 0; c < m->c; c++) {
         const int64_t plane = image * m->c + c, at = (plane * down + row) * cells;
