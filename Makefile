@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup native demo test lint bench clean
 
 setup: .venv/.ready
 
@@ -13,6 +13,12 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# The C library alone, after a change of its sources.
+native:
+	cmake -S src/gradfilter/native -B build/native
+	cmake --build build/native
+	cp build/native/libgradfilter.so src/gradfilter/native/
 
 demo: setup
 	$(BIN)/gradfilter train --config examples/digits.yaml --exact --out runs/digits-exact --overwrite

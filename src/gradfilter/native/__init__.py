@@ -1,0 +1,42 @@
+"""Passes over maps in a small C library, on memory that is used again; in torch where there is no library.
+
+`norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `pool_mean`, `pool_sum`
+and `unpool` go between pixels and patches; `empty` makes large tensors on blocks that come back. `GRADFILTER_NATIVE=0`
+in the environment, or `with native.off():`, switches the library off: then everything runs in torch, with equal results.
+"""
+
+from gradfilter.native.fused import fold, norm_act
+from gradfilter.native.library import can_run, find_library, is_on, load, off
+from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
+from gradfilter.native.pooling import pool_mean, pool_sum, unpool
+from gradfilter.native.reference import torch_norm_act, torch_unpool
+from gradfilter.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, RELU, RELU6, SILU, Act, Fused
+
+__all__ = [
+    "CLAMP",
+    "HARDSWISH",
+    "IDENTITY",
+    "LEAKY",
+    "RELU",
+    "RELU6",
+    "SILU",
+    "Act",
+    "BlockBytes",
+    "Fused",
+    "block_bytes",
+    "can_run",
+    "empty",
+    "find_library",
+    "fold",
+    "is_on",
+    "load",
+    "norm_act",
+    "off",
+    "plain_memory",
+    "pool_mean",
+    "pool_sum",
+    "torch_norm_act",
+    "torch_unpool",
+    "trim",
+    "unpool",
+]

@@ -1,0 +1,147 @@
+"""Scale, shift, residual and activation in one pass that leaves patch means and slopes behind."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from gradfilter.native.library import DTYPES, can_run, check, is_on, load
+from gradfilter.native.memory import empty
+from gradfilter.native.reference import torch_norm_act
+from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
+
+_TASK = struct.Struct("6q 4i 3f i 7Q")
+"""`gf_norm_act` of kernels.h."""
+_MOST_PIXELS = 1 << 24
+"""Pixels of a patch that single precision counts."""
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Return the memory format of a dense map."""
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last
+
+
+def run_pass(
+    x: Tensor,
+    y: Tensor | None,
+    act: Act,
+    patch: Pair,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    mean: Tensor | None = None,
+    slope: Tensor | None = None,
+    sums: bool = False,
+) -> None:
+    """Call the library's pass on tensors that it can read, all of one layout."""
+    n, c, h, w = x.shape
+    task = _TASK.pack(
+        n,
+        c,
+        h,
+        w,
+        patch[0],
+        patch[1],
+        not x.is_contiguous(),
+        DTYPES[x.dtype],
+        act.kind,
+        0 if slope is None else slope.element_size(),
+        act.lo,
+        act.hi,
+        act.slope,
+        sums,
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if shift is None else shift.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        0 if slope is None else slope.data_ptr(),
+    )
+    check(load().gf_norm_act_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+
+
+def norm_act(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    want_slope: bool = True,
+) -> Fused:
+    """Return y = act(x · scale + shift + residual) with its patch means and slopes.
+
+    Runs in the library where that can read all tensors, else in torch. Nothing is differentiable: a rule says what the
+    gradient is.
+
+    Args:
+        x: The map [N, C, H, W].
+        scale: One factor per channel [C], float32, or `None` for 1.
+        shift: One term per channel [C], float32, or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        residual: A map of x's shape and dtype to add before the activation.
+        out: Where y goes; may be x.
+        want_slope: Whether the slope is asked for.
+    """
+    if not (can_run(x) and patch[0] * patch[1] <= _MOST_PIXELS and _fits(residual, x) and _fits(out, x)):
+        return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
+    layout = memory_format(x)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=layout)
+    if out is not None and not out.is_contiguous(memory_format=layout):
+        return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
+    y = empty(x.shape, x.dtype, layout) if out is None else out
+    mean = slope = None
+    if patch != (1, 1):
+        n, c, h, w = x.shape
+        cells = (n, c, *count_cells((h, w), patch))
+        mean = empty(cells, x.dtype, layout)
+        if want_slope and act.kind:
+            slope = empty(cells, x.dtype if is_smooth(act) else count_dtype(patch), layout)
+    scale, shift = _as_floats(scale), _as_floats(shift)
+    run_pass(x, y, act, patch, scale=scale, shift=shift, residual=residual, mean=mean, slope=slope)
+    if out is not None and not out.is_inference():
+        increment_version(out)
+    return Fused(y, mean, slope)
+
+
+def _fits(other: Tensor | None, x: Tensor) -> bool:
+    """Tell whether another map is plain and has the shape, dtype and place of x, or is none at all."""
+    return other is None or (
+        type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
+    )
+
+
+def _as_floats(values: Tensor | None) -> Tensor | None:
+    """Return one number per channel as the library reads them."""
+    if values is None or (values.dtype is torch.float32 and values.is_contiguous()):
+        return values
+    return values.detach().to(torch.float32).contiguous()
+
+
+def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
+    given = [None if v is None else v.detach() for v in (gamma, beta, mean, var)]
+    if not is_on() or not all(v is None or _is_readable(v) for v in given):
+        scale = (var.detach().double() + eps).rsqrt()
+        scale = scale if given[0] is None else scale * given[0]
+        shift = -mean.detach() * scale if given[1] is None else given[1] - mean.detach() * scale
+        return scale.float(), shift.float()
+    both = torch.empty(2, len(mean))
+    address, step = both.data_ptr(), both.stride(0) * 4
+    pointers = [0 if v is None else v.data_ptr() for v in given]
+    load().gf_fold(*pointers, eps, len(mean), address, address + step)  # type: ignore[union-attr]
+    scale, shift = both.unbind()
+    return scale, shift
+
+
+def _is_readable(v: Tensor) -> bool:
+    """Tell whether the library can read one number per channel as they are."""
+    return v.dtype is torch.float32 and v.device.type == "cpu" and v.is_contiguous()

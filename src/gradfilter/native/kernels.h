@@ -1,0 +1,89 @@
+/* The passes over maps that torch has no single function for, on raw pointers: no torch, no Python.
+ *
+ * A map [N, C, H, W] is dense in NCHW or in channels_last memory. Its *unit* of work is one image and one row of
+ * patches: `ph` rows of pixels (fewer in the last one), so that whatever computed those rows may call the unit's
+ * function while they are still in the cache.
+ *
+ * Files named by GF_SOURCES_PER_LEVEL in CMakeLists.txt are compiled once per level of the instruction set; what they
+ * define carries the level's suffix (GF_LEVEL) and is reached through the table `gf_kernels`.
+ */
+#ifndef GF_KERNELS_H
+#define GF_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define GF_PASTE2(name, suffix) name##_##suffix
+#define GF_PASTE(name, suffix) GF_PASTE2(name, suffix)
+#define GF_LEVEL(name) GF_PASTE(name, GF_SUFFIX)
+
+#if defined(__GNUC__)
+#define GF_EXPORT __attribute__((visibility("default")))
+#define GF_INLINE static inline __attribute__((always_inline))
+#endif
+
+/* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
+enum { GF_ABI = 1 };
+
+enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
+enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
+
+/* A map in memory and how it is cut into patches. */
+typedef struct {
+    int64_t n, c, h, w;
+    int64_t ph, pw;        /* the patch */
+    int32_t channels_last; /* memory order N, H, W, C instead of N, C, H, W */
+    int32_t dtype;         /* enum gf_dtype, of the map and of its patch means */
+} gf_map;
+
+/* y = act(x * scale[c] + shift[c] + residual), with patch means and slopes of the activation. */
+typedef struct {
+    gf_map map;
+    int32_t kind;        /* enum gf_kind */
+    int32_t count_bytes; /* 1, 2 or 4: size of a count in `slope`; used by CLAMP and LEAKY */
+    float lo, hi, leak;  /* bounds of CLAMP; slope of LEAKY below 0 */
+    int32_t sums;        /* `mean` receives sums over patches instead */
+    const void *x;
+    const void *residual; /* or NULL */
+    void *y;              /* may be x; or NULL: pool only */
+    const float *scale;   /* [C], or NULL for 1 */
+    const float *shift;   /* [C], or NULL for 0 */
+    void *mean;           /* [N, C, H', W'] in the map's dtype and memory order, or NULL */
+    void *slope;          /* the same shape: counts of steep pixels, or means of the derivative in the map's dtype; or NULL */
+} gf_norm_act;
+
+/* Bytes of scratch that a unit needs, the same for all units of a task. */
+size_t gf_norm_act_scratch(const gf_norm_act *task);
+
+/* Run one unit: all channels of patch row `row` of image `image`. `scratch` is 64-byte aligned and the thread's own.
+ * x and y are the whole maps' pointers; with x == y the rows that were just written are finished in place. */
+typedef void gf_norm_act_unit(const gf_norm_act *task, int64_t image, int64_t row, void *scratch);
+
+/* The transpose of pooling: every cell over its patch. */
+typedef struct {
+    gf_map map;
+    const void *cells; /* [N, C, H', W'] */
+    void *y;           /* [N, C, H, W] */
+    int32_t shared;    /* divide each cell by the real pixels of its patch */
+    int32_t pad;
+} gf_unpool;
+
+/* What a level of the instruction set has to offer. */
+typedef struct {
+    gf_norm_act_unit *norm_act;
+} gf_kernels;
+
+/* The table of the level in use. */
+const gf_kernels *gf_current(void);
+
+/* Call run(argument, unit, scratch) for every unit in [0, units) on up to `threads` threads, the calling one included.
+ * Each thread has `scratch_bytes` of its own. Returns 0, or -1 where there was no memory. */
+typedef void gf_run(const void *argument, int64_t unit, void *scratch);
+int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes);
+
+/* As many of `threads` as a call over `elements` numbers is worth. */
+int gf_useful_threads(int threads, int64_t elements);
+
+static inline int64_t gf_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#endif

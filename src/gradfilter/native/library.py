@@ -1,0 +1,91 @@
+"""Find and load the library, and say when it may be used."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The numbers that the library computes on, by its own names for them."""
+
+_off = 0
+
+
+def find_library() -> Path | None:
+    """Return the file of the library, or `None` where it was not built or `GRADFILTER_NATIVE=0` switches it off."""
+    if os.environ.get("GRADFILTER_NATIVE", "1") == "0":
+        return None
+    path = Path(os.environ.get("GRADFILTER_NATIVE_LIBRARY") or Path(__file__).with_name("libgradfilter.so"))
+    return path if path.is_file() else None
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL | None:
+    """Return the library, loaded once, or `None` where there is none for this machine."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = library.gf_abi()
+    except (OSError, AttributeError) as error:
+        logger.warning("%s cannot be loaded (%s); everything runs in torch. Install gradfilter again.", path, error)
+        return None
+    if abi != ABI:
+        logger.warning("%s is of another version; everything runs in torch. Install gradfilter again.", path)
+        return None
+    pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    library.gf_norm_act_map.argtypes = library.gf_unpool_map.argtypes = [ctypes.c_char_p, number]
+    library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]
+    library.gf_fold.restype = library.gf_trim.restype = library.gf_block_bytes.restype = None
+    library.gf_block_bytes.argtypes = [ctypes.POINTER(long)]
+    library.gf_make_tensor.argtypes = [ctypes.c_char_p, number, number, number, long]
+    library.gf_make_tensor.restype = pointer
+    library.gf_set_level.argtypes = [number]
+    return library
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Run everything in torch, in all threads, as if there were no library."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
+
+
+def is_on() -> bool:
+    """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
+    return not _off and load() is not None and not torch._C._len_torch_dispatch_stack()
+
+
+def can_run(x: Tensor) -> bool:
+    """Tell whether the library can read x: a plain dense map [N, C, H, W] in main memory, float32 or bfloat16."""
+    return (
+        type(x) is Tensor
+        and x.dim() == 4
+        and x.dtype in DTYPES
+        and x.device.type == "cpu"
+        and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
+        and x.numel() > 0
+        and is_on()
+    )
+
+
+def check(code: int) -> None:
+    """Raise where a call into the library found no memory."""
+    if code:
+        raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")

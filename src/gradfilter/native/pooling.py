@@ -1,0 +1,55 @@
+"""Patch means and sums of a map, and cells over their patches."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from gradfilter.native.fused import memory_format, run_pass
+from gradfilter.native.library import DTYPES, can_run, check, load
+from gradfilter.native.memory import empty
+from gradfilter.native.reference import pool, torch_unpool
+from gradfilter.native.values import IDENTITY, Pair, count_cells
+
+_TASK = struct.Struct("6q 2i 2Q 2i")
+"""`gf_unpool` of kernels.h."""
+
+
+def pool_mean(x: Tensor, patch: Pair) -> Tensor:
+    """Return the mean of x [N, C, H, W] over the real pixels of each patch."""
+    return _pool(x, patch, sums=False)
+
+
+def pool_sum(x: Tensor, patch: Pair) -> Tensor:
+    """Return the sum of x [N, C, H, W] over the real pixels of each patch."""
+    return _pool(x, patch, sums=True)
+
+
+def _pool(x: Tensor, patch: Pair, *, sums: bool) -> Tensor:
+    if not can_run(x):
+        return pool(x, patch, sums=sums)
+    n, c, h, w = x.shape
+    cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
+    run_pass(x, None, IDENTITY, patch, mean=cells, sums=sums)
+    return cells
+
+
+def unpool(x_bar: Tensor, patch: Pair, size: Pair, *, shared: bool = False) -> Tensor:
+    """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`.
+
+    Args:
+        x_bar: The cells.
+        patch: The patch `(h, w)`.
+        size: The map's `(h, w)`.
+        shared: Divide each cell by the real pixels of its patch: the transpose of `pool_mean`, else of `pool_sum`.
+    """
+    if not can_run(x_bar):
+        return torch_unpool(x_bar, patch, size, shared=shared)
+    n, c = x_bar.shape[:2]
+    y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
+    layout = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
+    task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr(), shared, 0)
+    check(load().gf_unpool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    return y

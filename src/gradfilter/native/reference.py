@@ -1,0 +1,82 @@
+"""The same passes in plain torch: what runs without the library, and the truth that it is tested against."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfilter.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, Act, Fused, Pair, count_dtype, is_smooth
+
+
+def torch_norm_act(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    want_slope: bool = True,
+) -> Fused:
+    """Return what `norm_act` returns, by torch's own functions; half precision is computed in single and rounded once."""
+    with torch.no_grad():
+        z = x.float() if x.element_size() == 2 else x
+        if scale is not None:
+            z = z * scale.to(z.dtype)[:, None, None]
+        if shift is not None:
+            z = z + shift.to(z.dtype)[:, None, None]
+        if residual is not None:
+            z = z + residual
+        y = _activate(z, act).to(x.dtype)
+        if out is not None:
+            y = out.copy_(y)
+        elif y is x:
+            y = x.clone()
+        if patch == (1, 1):
+            return Fused(y, None, None)
+        slope = _slope(z, y, act, patch) if want_slope and act != IDENTITY else None
+        return Fused(y, pool(y, patch), slope)
+
+
+def _activate(z: Tensor, act: Act) -> Tensor:
+    if act.kind == CLAMP:
+        return F.relu(z) if act.hi == math.inf and act.lo == 0 else torch.clamp(z, act.lo, act.hi)
+    if act.kind == LEAKY:
+        return F.leaky_relu(z, act.slope)
+    if act == IDENTITY:
+        return z
+    return F.hardswish(z) if act == HARDSWISH else F.silu(z)
+
+
+def _slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
+    if is_smooth(act):
+        backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
+        return pool(backward(torch.ones((), dtype=z.dtype).expand_as(z), z), patch).to(y.dtype)
+    flat = y <= (0 if act.kind == LEAKY else act.lo)
+    if act.kind == CLAMP and act.hi < math.inf:
+        flat |= y >= act.hi
+    # Half precision counts to 256 or 2048 only.
+    return pool(flat.logical_not_().float(), patch, sums=True).to(count_dtype(patch))
+
+
+def pool(x: Tensor, patch: Pair, *, sums: bool = False) -> Tensor:
+    """Return the mean, or the sum, of x [N, C, H, W] over the real pixels of each patch."""
+    if sums:
+        return F.avg_pool2d(x, patch, patch, ceil_mode=True, divisor_override=1)
+    return F.avg_pool2d(x, patch, patch, ceil_mode=True, count_include_pad=False)
+
+
+def torch_unpool(x_bar: Tensor, patch: Pair, size: Pair, *, shared: bool = False) -> Tensor:
+    """Repeat each cell of x_bar [N, C, H', W'] over its patch; `shared`, divided by the patch's real pixels."""
+    if shared:
+        areas = [torch.full((-(-n // p),), p, device=x_bar.device) for n, p in zip(size, patch, strict=True)]
+        for area, n, p in zip(areas, size, patch, strict=True):
+            area[-1] = n - (len(area) - 1) * p
+        wide = x_bar.float() if x_bar.element_size() == 2 else x_bar
+        x_bar = (wide / (areas[0][:, None] * areas[1])).to(x_bar.dtype)
+    rows = torch.arange(size[0], device=x_bar.device) // patch[0]
+    columns = torch.arange(size[1], device=x_bar.device) // patch[1]
+    return x_bar[:, :, rows[:, None], columns]

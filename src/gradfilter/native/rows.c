@@ -1,0 +1,193 @@
+/* The fused pass: y = act(x * scale + shift + residual) and what it leaves per patch, one unit at a time. */
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+/* `count` runs of `width` numbers, `stride` apart. Element i of all runs has one scale, one shift and one sum:
+ * in channels_last the runs are neighbouring pixels of a patch, in NCHW they are rows of one channel. */
+typedef struct {
+    const void *x, *residual;
+    void *y;
+    int64_t width, count, stride;
+    int64_t ahead; /* elements from here to what is read next: no hardware foresees several interleaved runs */
+    const float *scales, *shifts; /* per element, or NULL: the numbers below */
+    float scale, shift;
+    float lo, hi, leak;
+    float flat_to, flat_from; /* slope 1 strictly between; NaN: no such bound */
+    float *sums, *slopes;     /* per element, or NULL */
+    int first;                /* set the sums instead of adding to them */
+} strip;
+
+#if defined(__AVX512F__)
+#define LANES 16
+#include "lanes.h"
+#endif
+#if defined(__AVX2__)
+#define LANES 8
+#include "lanes.h"
+#endif
+#define LANES 4
+#include "lanes.h"
+#define LANES 1
+#include "lanes.h"
+
+GF_INLINE void run_lanes(const strip *s, const int kind, const int dtype, const int residual) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    i = run_strip_16(s, i, kind, dtype, residual);
+#endif
+#if defined(__AVX2__)
+    i = run_strip_8(s, i, kind, dtype, residual);
+#endif
+    i = run_strip_4(s, i, kind, dtype, residual);
+    run_strip_1(s, i, kind, dtype, residual);
+}
+
+typedef void run_fn(const strip *);
+
+#define STRIP(kind, dtype, residual) \
+    static void kind##_##dtype##_##residual(const strip *s) { run_lanes(s, kind, dtype, residual); }
+#define STRIPS(kind)              \
+    STRIP(kind, GF_FLOAT32, 0)    \
+    STRIP(kind, GF_FLOAT32, 1)    \
+    STRIP(kind, GF_BFLOAT16, 0)   \
+    STRIP(kind, GF_BFLOAT16, 1)
+#define ROW(kind) \
+    {{kind##_GF_FLOAT32_0, kind##_GF_FLOAT32_1}, {kind##_GF_BFLOAT16_0, kind##_GF_BFLOAT16_1}}
+
+STRIPS(GF_IDENTITY)
+STRIPS(GF_CLAMP)
+STRIPS(GF_LEAKY)
+STRIPS(GF_HARDSWISH)
+STRIPS(GF_SILU)
+
+static run_fn *const RUN[5][2][2] = {ROW(GF_IDENTITY), ROW(GF_CLAMP), ROW(GF_LEAKY), ROW(GF_HARDSWISH), ROW(GF_SILU)};
+
+static const void *step_in(const void *p, int64_t at, int dtype) {
+    return p ? (const char *)p + at * (dtype == GF_BFLOAT16 ? 2 : 4) : NULL;
+}
+
+static void *step_out(void *p, int64_t at, int dtype) {
+    return p ? (char *)p + at * (dtype == GF_BFLOAT16 ? 2 : 4) : NULL;
+}
+
+static inline void put(void *p, int64_t at, float v, int dtype) {
+    if (dtype == GF_FLOAT32)
+        ((float *)p)[at] = v;
+    else
+        store_1(p, at, (vf_1){v}, GF_BFLOAT16);
+}
+
+/* Write the means and slopes of `width` sums over `area` pixels to the cells from `at` on. */
+static void finish(const gf_norm_act *t, const float *sums, const float *slopes, int64_t width, int64_t area, int64_t at) {
+    const int dtype = t->map.dtype;
+    const float pixels = t->sums ? 1 : (float)area;
+    if (t->mean) {
+        if (dtype == GF_FLOAT32)
+            for (int64_t i = 0; i < width; i++) ((float *)t->mean)[at + i] = sums[i] / pixels;
+        else
+            for (int64_t i = 0; i < width; i++) put(t->mean, at + i, sums[i] / pixels, dtype);
+    }
+    if (!t->slope) return;
+    if (t->kind == GF_HARDSWISH || t->kind == GF_SILU)
+        for (int64_t i = 0; i < width; i++) put(t->slope, at + i, slopes[i] / (float)area, dtype);
+    else if (t->count_bytes == 1)
+        for (int64_t i = 0; i < width; i++) ((uint8_t *)t->slope)[at + i] = (uint8_t)(int32_t)slopes[i];
+    else if (t->count_bytes == 2)
+        for (int64_t i = 0; i < width; i++) ((int16_t *)t->slope)[at + i] = (int16_t)(int32_t)slopes[i];
+    else
+        for (int64_t i = 0; i < width; i++) ((int32_t *)t->slope)[at + i] = (int32_t)slopes[i];
+}
+
+static strip make_strip(const gf_norm_act *t) {
+    strip s = {.scale = 1, .shift = -0.0f, .lo = t->lo, .hi = t->hi, .leak = t->leak};
+    s.flat_to = t->kind == GF_LEAKY ? 0 : t->lo;
+    s.flat_from = t->kind == GF_LEAKY || t->hi == INFINITY ? NAN : t->hi;
+    return s;
+}
+
+static void place(strip *s, const gf_norm_act *t, int64_t at) {
+    s->x = step_in(t->x, at, t->map.dtype);
+    s->residual = step_in(t->residual, at, t->map.dtype);
+    s->y = step_out(t->y, at, t->map.dtype);
+}
+
+/* Pixels of a chunk where nothing is pooled: enough to hide the start of a strip, few enough to read in order. */
+enum { CHUNK = 8 };
+
+static void run_channels_last(const gf_norm_act *t, run_fn *run, int64_t image, int64_t row, int64_t rows, float *scratch) {
+    const gf_map *m = &t->map;
+    const int pooled = t->mean || t->slope;
+    const int64_t pw = pooled ? m->pw : CHUNK, cells = gf_ceil_div(m->w, pw), down = gf_ceil_div(m->h, m->ph);
+    strip s = make_strip(t);
+    s.width = s.stride = m->c;
+    s.scales = t->scale;
+    s.shifts = t->shift;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t cell = 0; cell < cells; cell++) {
+            const int64_t from = cell * pw;
+            s.count = from + pw <= m->w ? pw : m->w - from;
+            s.first = r == 0;
+            s.ahead = s.count * m->c;
+            place(&s, t, (((image * m->h + row * m->ph + r) * m->w) + from) * m->c);
+            if (pooled) {
+                s.sums = scratch + 2 * cell * m->c;
+                s.slopes = s.sums + m->c;
+            }
+            run(&s);
+            if (pooled && r == rows - 1)
+                finish(t, s.sums, s.slopes, m->c, rows * s.count, ((image * down + row) * cells + cell) * m->c);
+        }
+    }
+}
+
+/* Add up the columns of each cell, in place: cell j moves to element j, which has been read by then. */
+static void gather_columns(float *sums, int64_t width, int64_t pw) {
+    for (int64_t cell = 0, from = 0; from < width; cell++, from += pw) {
+        const int64_t to = from + pw < width ? from + pw : width;
+        float sum = 0;
+        for (int64_t i = from; i < to; i++) sum += sums[i];
+        sums[cell] = sum;
+    }
+}
+
+static void run_channels_first(const gf_norm_act *t, run_fn *run, int64_t image, int64_t row, int64_t rows, float *scratch) {
+    const gf_map *m = &t->map;
+    const int pooled = t->mean || t->slope;
+    const int64_t cells = gf_ceil_div(m->w, m->pw), down = gf_ceil_div(m->h, m->ph), whole = m->w / m->pw;
+    strip s = make_strip(t);
+    s.width = pooled ? m->w : m->w * rows;
+    s.count = pooled ? rows : 1;
+    s.stride = m->w;
+    s.ahead = s.count * m->w;
+    s.first = 1;
+    for (int64_t c = 0; c < m->c; c++) {
+        const int64_t plane = image * m->c + c, at = (plane * down + row) * cells;
+        if (t->scale) s.scale = t->scale[c];
+        if (t->shift) s.shift = t->shift[c];
+        place(&s, t, (plane * m->h + row * m->ph) * m->w);
+        if (pooled) {
+            s.sums = scratch;
+            s.slopes = scratch + m->w;
+        }
+        run(&s);
+        if (!pooled) continue;
+        gather_columns(s.sums, m->w, m->pw);
+        gather_columns(s.slopes, m->w, m->pw);
+        finish(t, s.sums, s.slopes, whole, rows * m->pw, at);
+        if (whole < cells) finish(t, s.sums + whole, s.slopes + whole, 1, rows * (m->w % m->pw), at + whole);
+    }
+}
+
+static void norm_act(const gf_norm_act *t, int64_t image, int64_t row, void *scratch) {
+    const gf_map *m = &t->map;
+    run_fn *run = RUN[t->kind][m->dtype][t->residual != NULL];
+    const int64_t left = m->h - row * m->ph, rows = left < m->ph ? left : m->ph;
+    if (m->channels_last)
+        run_channels_last(t, run, image, row, rows, scratch);
+    else
+        run_channels_first(t, run, image, row, rows, scratch);
+}
+
+const gf_kernels GF_LEVEL(gf_kernels) = {.norm_act = norm_act};

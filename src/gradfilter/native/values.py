@@ -1,0 +1,63 @@
+"""What the passes take and return."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+
+class Act(NamedTuple):
+    """An activation.
+
+    Attributes:
+        kind: One of the kinds below.
+        lo: Lower bound of CLAMP.
+        hi: Upper bound of CLAMP.
+        slope: Slope of LEAKY below 0.
+    """
+
+    kind: int
+    lo: float = 0.0
+    hi: float = math.inf
+    slope: float = 0.0
+
+
+CLAMP, LEAKY = 1, 2
+IDENTITY, HARDSWISH, SILU = Act(0), Act(3), Act(4)
+RELU, RELU6 = Act(CLAMP), Act(CLAMP, 0.0, 6.0)
+
+
+class Fused(NamedTuple):
+    """The result of a pass.
+
+    Attributes:
+        y: The map.
+        mean: Its patch means [N, C, H', W']; `None` at patch 1.
+        slope: Of a clamp or leaky activation, how many pixels of each patch are on the steep piece; of a smooth one, the
+            mean of the derivative. `None` at patch 1, for the identity, and where it was not asked for.
+    """
+
+    y: Tensor
+    mean: Tensor | None
+    slope: Tensor | None
+
+
+def is_smooth(act: Act) -> bool:
+    """Tell whether the slope is a mean of derivatives instead of a count."""
+    return act.kind > LEAKY
+
+
+def count_dtype(patch: Pair) -> torch.dtype:
+    """Return the smallest integers that count the pixels of a patch."""
+    area = patch[0] * patch[1]
+    return torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
+
+
+def count_cells(size: Pair, patch: Pair) -> Pair:
+    """Return how many patches, partial ones included, cover a map of `size`."""
+    return -(-size[0] // patch[0]), -(-size[1] // patch[1])
