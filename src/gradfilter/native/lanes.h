@@ -83,7 +83,7 @@ GF_INLINE L(vf) L(activate)(L(vf) z, const strip *s, const int kind, L(vf) *shar
     if (kind == GF_HARDSWISH) {
         L(vf) gate = L(choose)(z < -3, L(splat)(0), z + 3);
         gate = L(choose)(z > 3, L(splat)(6), gate);
-        *share = L(choose)(z < 3, z * (1.0f / 3) + 0.5f, L(splat)(1));
+        *share = L(choose)(z >= 3, L(splat)(1), z * (1.0f / 3) + 0.5f);
         *share = L(choose)(z <= -3, L(splat)(0), *share);
         return z * gate * (1.0f / 6);
     }

@@ -23,7 +23,10 @@ _off = 0
 
 
 def find_library() -> Path | None:
-    """Return the file of the library, or `None` where it was not built or `GRADFILTER_NATIVE=0` switches it off."""
+    """Return the file of the library, or `None` where it was not built or `GRADFILTER_NATIVE=0` switches it off.
+
+    `GRADFILTER_NATIVE_LIBRARY` names another file, such as a build with sanitizers.
+    """
     if os.environ.get("GRADFILTER_NATIVE", "1") == "0":
         return None
     path = Path(os.environ.get("GRADFILTER_NATIVE_LIBRARY") or Path(__file__).with_name("libgradfilter.so"))
