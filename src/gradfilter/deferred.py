@@ -161,8 +161,6 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
     if x.recipe is None:
         if not native.can_run(x.value):
             return None
-        if inplace:
-            torch.autograd.graph.increment_version(x.value)
         return native.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
     if not x.recipe.is_native:
         return None

@@ -43,7 +43,8 @@ def frozen(*functions: Callable[..., Any]) -> Callable[[Any], Any]:
     """Register what frozen maps do for torch functions: called with the function and torch's own arguments."""
 
     def register(run: Any) -> Any:
-        FROZEN.update(dict.fromkeys(functions, run))
+        for func in functions:
+            FROZEN[func] = run
         return run
 
     return register
@@ -74,7 +75,8 @@ class FrozenTensor(Handle):
                     y = NotImplemented
                 if y is not NotImplemented:
                     return y
-            args, kwargs = tree_map_only(FrozenTensor, give, args), tree_map_only(FrozenTensor, give, kwargs)
+            args = tree_map_only(FrozenTensor, give, args)
+            kwargs = {key: tree_map_only(FrozenTensor, give, value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 

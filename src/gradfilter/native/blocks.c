@@ -1,114 +1,168 @@
 /* Large blocks of memory that are used again: a fresh one costs a page fault per 4 kB, more than the pass that fills it.
  *
- * A block that comes back is kept for the next request of about its size. What is kept and free never exceeds the
- * largest amount that was in use at once; the blocks that have lain unused for longest go first.
+ * All blocks lie in one range of addresses, each as low as it fits, so that whatever was used before is used again, by
+ * blocks of any size. Pages of free blocks stay with the process, but never so many that it holds more than an eighth
+ * above the most that was in use at once: what lies highest goes back to the system first.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
-enum { GRAIN = 1 << 16, HUGE_PAGE = 1 << 21, AXES = 8 };
+enum { GRAIN = 1 << 16, HUGE_PAGE = 1 << 21, AXES = 8, ROUND = 2048 };
 
+/* A part of the range; the parts follow each other without gaps up to the highest one in use. */
 typedef struct block {
     char *memory;
     size_t bytes;
-    struct block *next; /* of the free blocks: the one that came back before this one */
+    int used, kept; /* kept: free, and its pages are still there */
+    struct block *before, *after;
 } block;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static block *kept;
+static char *range, *range_end;
+static block *first, *last;
 static size_t kept_bytes, used_bytes, most_bytes;
+static size_t most_now, most_before, takes; /* in use at once in this round of requests, and in the one before */
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&lock); }
 static void after_fork_child(void) { pthread_mutex_init(&lock, NULL); }
-static void start(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
 
-/* Map memory that starts at a huge page, so that all of it can lie on huge pages. */
-static char *map_memory(size_t bytes) {
-    char *all = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (all == MAP_FAILED) return NULL;
-    const size_t before = (HUGE_PAGE - (uintptr_t)all % HUGE_PAGE) % HUGE_PAGE;
-    if (before) munmap(all, before);
-    if (before < HUGE_PAGE) munmap(all + before + bytes, HUGE_PAGE - before);
+/* Reserve addresses, not memory: four times what the machine has, or as much as it lets us have. */
+static void start(void) {
+    pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+    const size_t pages = (size_t)sysconf(_SC_PHYS_PAGES), page = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t bytes = 4 * pages * page / HUGE_PAGE * HUGE_PAGE; bytes > 16 * HUGE_PAGE; bytes /= 2) {
+        char *all = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (all == MAP_FAILED) continue;
+        range = all + (HUGE_PAGE - (uintptr_t)all % HUGE_PAGE) % HUGE_PAGE;
+        range_end = all + bytes;
 #ifdef MADV_HUGEPAGE
-    madvise(all + before, bytes, MADV_HUGEPAGE);
+        madvise(range, (size_t)(range_end - range), MADV_HUGEPAGE);
 #endif
-    return all + before;
-}
-
-static void release(block *b) {
-    munmap(b->memory, b->bytes);
-    free(b);
-}
-
-/* Give free blocks back to the system, the oldest first, until at most `limit` bytes are kept. Under the lock. */
-static void shrink(size_t limit) {
-    while (kept_bytes > limit) {
-        block **last = &kept;
-        while ((*last)->next) last = &(*last)->next;
-        kept_bytes -= (*last)->bytes;
-        release(*last);
-        *last = NULL;
+        return;
     }
 }
 
-/* Take the smallest free block that fits within 1.25 times the request. Under the lock. */
-static block *take_kept(size_t bytes) {
-    block **best = NULL;
-    for (block **at = &kept; *at; at = &(*at)->next)
-        if ((*at)->bytes >= bytes && (*at)->bytes <= bytes + bytes / 4 && (!best || (*at)->bytes < (*best)->bytes)) best = at;
-    if (!best) return NULL;
-    block *b = *best;
-    *best = b->next;
-    kept_bytes -= b->bytes;
+/* Give the pages of free blocks back to the system, the highest first, until at most `limit` bytes are kept. */
+static void shrink(size_t limit) {
+    for (block *b = last; b && kept_bytes > limit; b = b->before)
+        if (b->kept) {
+            madvise(b->memory, b->bytes, MADV_DONTNEED);
+            b->kept = 0;
+            kept_bytes -= b->bytes;
+        }
+}
+
+static void set_free(block *b, int kept) {
+    b->used = 0;
+    b->kept = kept;
+    if (kept) kept_bytes += b->bytes;
+}
+
+/* Put a new part behind `at`, or at the start of the range where that is NULL. */
+static block *insert(block *at, char *memory, size_t bytes) {
+    block *b = calloc(1, sizeof *b);
+    if (!b) return NULL;
+    b->memory = memory;
+    b->bytes = bytes;
+    b->before = at;
+    b->after = at ? at->after : first;
+    if (b->after) b->after->before = b;
+    else last = b;
+    if (at) at->after = b;
+    else first = b;
     return b;
 }
 
-static block *make_block(size_t bytes) {
-    block *b = malloc(sizeof *b);
-    if (!b) return NULL;
-    b->bytes = bytes;
-    b->memory = map_memory(bytes);
-    if (b->memory) return b;
+static void drop(block *b) {
+    if (b->before) b->before->after = b->after;
+    else first = b->after;
+    if (b->after) b->after->before = b->before;
+    else last = b->before;
     free(b);
-    return NULL;
+}
+
+/* Take the front of a free part; the rest stays a free part of its own. */
+static block *take_front(block *b, size_t bytes) {
+    const size_t rest = b->bytes - bytes;
+    if (rest) {
+        block *other = insert(b, b->memory + bytes, rest);
+        if (!other) return NULL;
+        if (b->kept) kept_bytes -= rest;
+        set_free(other, b->kept);
+    }
+    b->bytes = bytes;
+    if (b->kept) kept_bytes -= bytes;
+    return b;
+}
+
+/* The most bytes that may be kept free when so many are in use. */
+static size_t find_limit(size_t used) {
+    const size_t most = used > most_bytes ? used : most_bytes, all = most + most / 8;
+    return all > used ? all - used : 0;
+}
+
+/* Find the lowest free part that fits, whose pages are there or not. */
+static block *find_free(size_t bytes, int kept) {
+    block *b = first;
+    while (b && (b->used || b->kept != kept || b->bytes < bytes)) b = b->after;
+    return b;
+}
+
+/* Remember the most that was in use at once; one large batch is not remembered for ever. */
+static void note_use(void) {
+    if (++takes % ROUND == 0) {
+        most_before = most_now;
+        most_now = 0;
+    }
+    if (used_bytes > most_now) most_now = used_bytes;
+    most_bytes = most_now > most_before ? most_now : most_before;
 }
 
 static block *take(size_t bytes) {
     pthread_once(&once, start);
     bytes = (bytes + GRAIN - 1) / GRAIN * GRAIN;
     pthread_mutex_lock(&lock);
-    block *b = take_kept(bytes);
-    if (!b) {
-        const size_t most = used_bytes + bytes > most_bytes ? used_bytes + bytes : most_bytes;
-        shrink(most > bytes ? most - bytes : 0);
-        b = make_block(bytes);
-        if (!b) {
-            shrink(0);
-            b = make_block(bytes);
-        }
+    block *b = find_free(bytes, 1);
+    if (!b) b = find_free(bytes, 0);
+    if (b) {
+        b = take_front(b, bytes);
+    } else {
+        char *end = last ? last->memory + last->bytes : range;
+        if (range && (size_t)(range_end - end) >= bytes) b = insert(last, end, bytes);
     }
     if (b) {
-        used_bytes += b->bytes;
-        if (used_bytes > most_bytes) most_bytes = used_bytes;
+        b->used = 1;
+        b->kept = 0;
+        used_bytes += bytes;
+        shrink(find_limit(used_bytes));
+        note_use();
     }
     pthread_mutex_unlock(&lock);
     return b;
 }
 
+/* Join two neighbours that are free alike. */
+static void join(block *low, block *high) {
+    if (!low || !high || low->used || high->used || low->kept != high->kept) return;
+    low->bytes += high->bytes;
+    drop(high);
+}
+
 static void give_back(block *b) {
     pthread_mutex_lock(&lock);
     used_bytes -= b->bytes;
-    b->next = kept;
-    kept = b;
-    kept_bytes += b->bytes;
-    shrink(most_bytes);
+    set_free(b, 1);
+    shrink(find_limit(used_bytes));
+    join(b, b->after);
+    join(b->before, b);
     pthread_mutex_unlock(&lock);
 }
 
@@ -125,7 +179,8 @@ GF_EXPORT void gf_block_bytes(int64_t out[3]) {
 GF_EXPORT void gf_trim(void) {
     pthread_mutex_lock(&lock);
     shrink(0);
-    most_bytes = used_bytes;
+    most_bytes = most_now = used_bytes;
+    most_before = 0;
     pthread_mutex_unlock(&lock);
 }
 
