@@ -130,6 +130,11 @@ def can_add(x: Any, residual: Any) -> bool:
     )
 
 
+def make_placeholder(recipe: Recipe) -> Tensor:
+    """Return what stands for a value that is not computed yet: NaN, without storage, with a version of its own."""
+    return torch.full((), float("nan"), dtype=recipe.x.dtype).expand(recipe.shape)
+
+
 def wait(x: Handle, recipe: Recipe) -> None:
     """Give a deferred tensor its recipe, and let the sources know that it will read them."""
     x.recipe = recipe

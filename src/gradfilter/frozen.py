@@ -21,6 +21,7 @@ from gradfilter.deferred import (
     Watch,
     can_add,
     can_defer,
+    make_placeholder,
     make_recipe,
     pixels,
     plain_torch,
@@ -33,7 +34,6 @@ from gradfilter.recipe import Norm, Recipe, find_convolution, watch
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
-from gradfilter.tensor import make_carrier
 
 FROZEN: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What a frozen map does for a torch function; all others run on the value, and give plain tensors."""
@@ -111,7 +111,7 @@ def make_frozen(value: Tensor, recipe: Recipe | None = None) -> FrozenTensor:
 
 def defer_frozen(recipe: Recipe) -> FrozenTensor:
     """Return a frozen map whose value is computed later."""
-    return make_frozen(make_carrier(recipe.shape, recipe.x), recipe)
+    return make_frozen(make_placeholder(recipe), recipe)
 
 
 @frozen(torch.conv2d)

@@ -119,4 +119,8 @@ def find_convolution(
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
     )
     conv = Convolution(w, b, stride, padding, dilation, groups, (h, width))
-    return conv if min(h, width) > 0 and native.can_run(x) and hasattr(native, "convolve") and native.can_convolve(x, conv) else None
+    return (
+        conv
+        if min(h, width) > 0 and native.can_run(x) and hasattr(native, "convolve") and native.can_convolve(x, conv)
+        else None
+    )

@@ -12,7 +12,7 @@ an exact exit, never a lost gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -23,7 +23,18 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
-from gradfilter.deferred import METADATA, SET_DATA, Handle, Watch, pixels, plain_torch, resolve, run_on_values, wait
+from gradfilter.deferred import (
+    METADATA,
+    SET_DATA,
+    Handle,
+    Watch,
+    make_placeholder,
+    pixels,
+    plain_torch,
+    resolve,
+    run_on_values,
+    wait,
+)
 from gradfilter.errors import DoubleBackwardError, InputError, RuleError
 from gradfilter.keep import Kept
 from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, is_map, make_areas, pool_sum
@@ -215,14 +226,18 @@ def check_not_borrowed(x: PatchTensor, written: bool = False) -> None:
         )
 
 
-def find_patch_tensors(values: Any) -> list[PatchTensor]:
+def find_patch_tensors(values: Iterable[Any]) -> list[PatchTensor]:
     """List the PatchTensors in nested tuples and lists of arguments."""
-    if isinstance(values, (tuple, list)):
-        return [x for value in values for x in find_patch_tensors(value)]
-    return [values] if isinstance(values, PatchTensor) else []
+    found: list[PatchTensor] = []
+    for value in values:
+        if isinstance(value, PatchTensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += find_patch_tensors(value)
+    return found
 
 
-def find_live(values: Any) -> list[PatchTensor]:
+def find_live(values: Iterable[Any]) -> list[PatchTensor]:
     """List the live PatchTensors with a gradient in nested tuples and lists of arguments."""
     return [x for x in find_patch_tensors(values) if x.requires_grad and is_live(x)]
 
@@ -253,15 +268,35 @@ def coarse(backward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+class CarrierFunction(Function):
+    """What a rule puts into autograd's graph: a function of carriers whose backward is at patch resolution."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Run forward, by the short way where there are no transforms of torch.func to ask: a network has hundreds of these."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+
 def make_carrier(shape: Iterable[int], like: Tensor) -> Tensor:
     """Return a tensor of NaN with the dtype and device of `like` and one element of storage.
 
     NaN and not zero: a carrier that somebody reads by accident must show.
     """
+    if like.device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0:
+        return find_nan(like.dtype).expand(*shape)
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(*shape)
 
 
-class Exit(Function):
+@lru_cache(maxsize=16)
+def find_nan(dtype: torch.dtype) -> Tensor:
+    """Return the one NaN that all carriers on a CPU show."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.full((), float("nan"), dtype=dtype, device="cpu")
+
+
+class Exit(CarrierFunction):
     """Turn a carrier into its value.
 
     Equation: backward is sum-pool(gy), the adjoint of "the value is constant in each patch" (design: projection).
@@ -294,7 +329,7 @@ class Leave(Exit):
         return value.clone()
 
 
-class Rebind(Function):
+class Rebind(CarrierFunction):
     """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`.
 
     The value comes first: that is where torch, for a view, looks for the gradient of what was there before (there is none).
@@ -317,7 +352,7 @@ EXIT_NODES: tuple[Any, ...] = (Exit._backward_cls, Rebind._backward_cls)  # type
 """The classes of the places in the graph where a region can end."""
 
 
-class Enter(Function):
+class Enter(CarrierFunction):
     """Start a region at a tensor that needs a gradient.
 
     Equation: the carrier is mean-pool(x), so gx = unpool(G / |I|).
@@ -337,7 +372,7 @@ class Enter(Function):
         return patches.unpool(mean, ctx.patch, ctx.size, ctx.layout), None, None
 
 
-class AxisMap(Function):
+class AxisMap(CarrierFunction):
     """Apply a linear map that acts on rows and columns alone: regrid, pad, crop, average pooling, interpolation.
 
     Equation: ȳ = M_h x̄ M_wᵀ, so Gx = M_hᵀ G M_w, with M the projection of the pixel map onto patch-constant maps.
@@ -441,7 +476,7 @@ def defer(recipe: Recipe, carrier: Tensor, patch: Pair, choices: Choices, origin
     if not carrier.requires_grad:
         with torch.no_grad():
             return recipe.run().y
-    x = wrap(make_carrier(recipe.shape, recipe.x), carrier, patch, choices, origin, kind=DeferredTensor)
+    x = wrap(make_placeholder(recipe), carrier, patch, choices, origin, kind=DeferredTensor)
     wait(x, recipe)
     return x
 

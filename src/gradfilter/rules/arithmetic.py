@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter.deferred import can_add, wait
 from gradfilter.keep import Kept, hold
@@ -17,6 +16,7 @@ from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet
 from gradfilter.tensor import (
+    CarrierFunction,
     PatchTensor,
     coarse,
     defer,
@@ -33,7 +33,7 @@ from gradfilter.tensor import (
 )
 
 
-class Add(Function):
+class Add(CarrierFunction):
     """Carry a gradient back through a·x + b·y between PatchTensors.
 
     Equation: Gx = a·G, Gy = b·G.
@@ -57,7 +57,7 @@ def scaled(g: Tensor, factor: float) -> Tensor:
     return g if factor == 1 else g * factor
 
 
-class Offset(Function):
+class Offset(CarrierFunction):
     """Carry a gradient back through a·x + b·s, s constant over space.
 
     Equation: Gx = a·G, gs = b·ΣG over the patches (and the axes along which s is broadcast).
@@ -77,7 +77,7 @@ class Offset(Function):
         return scaled(g, ctx.a), gs, None, None, None
 
 
-class Scale(Function):
+class Scale(CarrierFunction):
     """Carry a gradient back through x·s, s constant over space.
 
     Equation: Gx = G·s, gs = Σ G·x̄ over the patches (and the axes along which s is broadcast).
@@ -99,7 +99,7 @@ class Scale(Function):
         return g * s if s is not None else None, gs, None, None
 
 
-class Product(Function):
+class Product(CarrierFunction):
     """Carry a gradient back through x·y between PatchTensors: gates.
 
     Equation: Gx = G·ȳ, Gy = G·x̄, since G is constant in each patch.

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter import patches
 from gradfilter.deferred import can_defer
@@ -18,6 +17,7 @@ from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
 from gradfilter.tensor import (
+    CarrierFunction,
     PatchTensor,
     coarse,
     defer,
@@ -59,7 +59,7 @@ def orient(w: Tensor, geometry: Geometry) -> Tensor:
     return w.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
-class Conv(Function):
+class Conv(CarrierFunction):
     """Carry a gradient back through conv2d or conv_transpose2d.
 
     Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
@@ -93,7 +93,7 @@ class ConvOrigin(NamedTuple):
     geometry: Geometry
 
 
-class ConvNorm(Function):
+class ConvNorm(CarrierFunction):
     """Carry a gradient back through a convolution and the eval-mode batch norm behind it, as one function.
 
     Equation: with v = w·γ/σ the folded kernel and gV the gradient of the coarse twin at v,

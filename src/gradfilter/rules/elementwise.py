@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
@@ -18,6 +17,7 @@ from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_area
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
+    CarrierFunction,
     coarse,
     finish,
     hold_map,
@@ -30,7 +30,7 @@ from gradfilter.tensor import (
 )
 
 
-class Derivative(Function):
+class Derivative(CarrierFunction):
     """Carry a gradient back through an elementwise f of one or more maps.
 
     Equation: Gx = G · D with D the mean over the patch of ∂f/∂x, for each map x.
@@ -50,7 +50,7 @@ class Derivative(Function):
         return None, None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True))
 
 
-class StepDerivative(Function):
+class StepDerivative(CarrierFunction):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
     Equation: Gx = G · (low + (high − low)·count/|I|), count = the pixels of the patch on the steep piece.
@@ -214,7 +214,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return met.finish(y, carrier, args[0] if inplace else None)
 
 
-class PReLU(Function):
+class PReLU(CarrierFunction):
     """Carry a gradient back through PReLU.
 
     Equation: Gx = G · (w + (1 − w)·count/|I|), gw = Σ G · mean over the patch of min(0, z).

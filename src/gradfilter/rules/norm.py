@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.errors import InputError
@@ -18,6 +17,7 @@ from gradfilter.recipe import Norm
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import (
     EXPECTED_EXITS,
+    CarrierFunction,
     PatchTensor,
     coarse,
     defer,
@@ -52,7 +52,7 @@ def share_sums(sums: Tensor, shared: int, is_batch: bool) -> Tensor:
     return sums.unflatten(1, (-1, shared)).sum(2).repeat_interleave(shared, 1)
 
 
-class NormEval(Function):
+class NormEval(CarrierFunction):
     """Carry a gradient back through a batch norm in eval mode.
 
     Equation: Gx = G·γ/σ, gβ = Σ G, gγ = Σ G·(x̄ − μ)/σ.
@@ -93,7 +93,7 @@ class NormEval(Function):
         return gx, g_gamma, g_beta, None, None, None, None, None
 
 
-class NormTrain(Function):
+class NormTrain(CarrierFunction):
     """Carry a gradient back through a norm with the statistics of its input: batch, group or instance norm.
 
     Equation: with x̂̄ the patch means of the normalised input, h = γ·G, and sums over what shares a statistic, M pixels

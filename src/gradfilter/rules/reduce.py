@@ -8,17 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Layout, Pair, count_cells, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate, find_functions
-from gradfilter.tensor import PatchTensor, coarse, hold_map, is_live, make_carrier, pixels, rule, spatial_size, wrap
+from gradfilter.tensor import (
+    CarrierFunction,
+    PatchTensor,
+    coarse,
+    hold_map,
+    is_live,
+    make_carrier,
+    pixels,
+    rule,
+    spatial_size,
+    wrap,
+)
 
 
-class Spread(Function):
+class Spread(CarrierFunction):
     """Leave a region through the sum or the mean over space, and perhaps other axes.
 
     Equation: G = gy·|I|, for the mean gy·|I| over the number of values.
@@ -41,7 +51,7 @@ class Spread(Function):
         return (gy * (areas / ctx.count)).expand(ctx.shape), None, None, None, None, None, None
 
 
-class Reduction(Function):
+class Reduction(CarrierFunction):
     """Leave a region through any function of each channel of each image, or of all of them.
 
     Equation: G = gy · Σ over the patch of ∂y/∂x.
@@ -62,7 +72,7 @@ class Reduction(Function):
         return gy.reshape(ctx.kept) * derivative, None, None, None
 
 
-class ChannelReduction(Function):
+class ChannelReduction(CarrierFunction):
     """Carry a gradient back through a reduction of the channels of each pixel.
 
     Equation: Gx = G · D with D the mean over the patch of ∂y/∂x; for a sum D is 1, for a mean 1 over their number.
