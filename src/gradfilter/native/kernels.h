@@ -23,7 +23,7 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 1 };
+enum { GF_ABI = 2 };
 
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
@@ -73,7 +73,8 @@ typedef struct {
     gf_norm_act_unit *norm_act;
 } gf_kernels;
 
-/* The table of the level in use. */
+/* The number of the level in use, and its table. */
+int gf_level(void);
 const gf_kernels *gf_current(void);
 
 /* Call run(argument, unit, scratch) for every unit in [0, units) on up to `threads` threads, the calling one included.

@@ -36,10 +36,12 @@ GF_EXPORT int gf_set_level(int wanted) {
     return chosen;
 }
 
-const gf_kernels *gf_current(void) {
+int gf_level(void) {
     const int chosen = __atomic_load_n(&level, __ATOMIC_RELAXED);
-    return LEVELS[chosen < 0 ? gf_set_level(-1) : chosen];
+    return chosen < 0 ? gf_set_level(-1) : chosen;
 }
+
+const gf_kernels *gf_current(void) { return LEVELS[gf_level()]; }
 
 size_t gf_norm_act_scratch(const gf_norm_act *t) {
     if (!t->mean && !t->slope) return 0;

@@ -1,0 +1,40 @@
+/* Convolutions of channels_last maps in float32 that finish their rows while those are in the cache.
+ *
+ * Both write the rows of a unit into the thread's scratch and run the norm-activation pass from there to y. `after` is
+ * that pass: its map is y's; its x, scale and shift are not used, for these are in the packed weights already.
+ */
+#ifndef GF_CONV_H
+#define GF_CONV_H
+
+#include "kernels.h"
+
+/* y[o] = shift + scale * sum over taps of x[stride * o + dilation * tap - padding] * weight[tap], per channel. */
+typedef struct {
+    gf_norm_act after;
+    const float *x;      /* [N, h, w, C]; zero outside */
+    const float *weight; /* [C, kh, kw] */
+    const float *scale;  /* [C], or NULL for 1 */
+    const float *shift;  /* [C], or NULL for 0 */
+    int64_t h, w;        /* of x */
+    int64_t kh, kw, sh, sw, dh, dw;
+    int64_t top, left; /* padding; what is needed at the other ends follows from y's size */
+} gf_depthwise;
+
+/* y[p] = shift + scale * weight x[p] for every pixel p. */
+typedef struct {
+    gf_norm_act after;
+    const float *x;      /* [N, H, W, inputs] */
+    const float *weight; /* [C, inputs] */
+    const float *scale;  /* [C], or NULL for 1 */
+    const float *shift;  /* [C], or NULL for 0 */
+    int64_t inputs;
+} gf_pointwise;
+
+/* The widest vector of any level: maps with fewer output channels are not for these functions. */
+enum { GF_LEAST_CHANNELS = 16 };
+
+/* Run a whole task. They return 0, or -1 where there was no memory. */
+typedef int gf_run_depthwise(const gf_depthwise *task, int threads);
+typedef int gf_run_pointwise(const gf_pointwise *task, int threads);
+
+#endif

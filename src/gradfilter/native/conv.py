@@ -1,0 +1,170 @@
+"""Depthwise and pointwise convolutions that end in scale, shift, residual, activation, patch means and slopes."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradfilter.native.library import can_run, check, load
+from gradfilter.native.memory import empty
+from gradfilter.native.reference import torch_norm_act
+from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
+
+_DEPTHWISE = struct.Struct("6q 4i 3f i 7Q 4Q 10q")
+_POINTWISE = struct.Struct("6q 4i 3f i 7Q 4Q q")
+"""`gf_depthwise` and `gf_pointwise` of conv.h."""
+_LEAST_CHANNELS = 16
+"""`GF_LEAST_CHANNELS` of conv.h."""
+_MOST_PIXELS = 1 << 24
+"""Pixels of a patch that single precision counts."""
+_UNPOOLED = (4, 8)
+"""The unit of work where nothing is pooled."""
+
+
+def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
+    """Return which function of this module runs a convolution in the library: "depthwise", "pointwise", or `None`.
+
+    Args:
+        x: The input [N, C, H, W]: for the library, float32 in channels_last memory.
+        w: The weight, as torch has it.
+        stride: The stride `(h, w)`.
+        padding: Zeros before the first row and column.
+        dilation: The dilation `(h, w)`.
+        groups: The groups.
+    """
+    if not (can_run(x) and x.dtype is torch.float32 and x.is_contiguous(memory_format=torch.channels_last)):
+        return None
+    if type(w) not in (Tensor, Parameter) or w.dtype is not torch.float32 or w.device != x.device:
+        return None
+    if w.shape[0] < _LEAST_CHANNELS:
+        return None
+    if groups == w.shape[0] == x.shape[1]:
+        return "depthwise"
+    trivial = w.shape[2:] == stride == dilation == (1, 1) and padding == (0, 0)
+    return "pointwise" if trivial and groups == 1 else None
+
+
+def depthwise(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    want_slope: bool = True,
+) -> Fused:
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for one filter per channel.
+
+    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable.
+
+    Args:
+        x: The input [N, C, H, W].
+        w: The weight [C, 1, kh, kw].
+        bias: The convolution's own bias [C], or `None`.
+        stride: The stride `(h, w)`.
+        padding: Zeros before the first row and column; those after the last follow from `out_size`.
+        dilation: The dilation `(h, w)`.
+        out_size: Size `(h, w)` of the output.
+        scale: One factor per channel [C], or `None` for 1.
+        shift: One term per channel [C], or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        residual: A map of the output's shape to add before the activation.
+        want_slope: Whether the slope is asked for.
+    """
+    shape = (*x.shape[:2], *out_size)
+    runs = can_convolve(x, w, stride, padding, dilation, len(w)) and _can_finish(shape, patch, residual)
+    if not runs:
+        ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
+        after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
+        padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
+        with torch.no_grad():
+            y = F.conv2d(padded, w, bias, stride, 0, dilation, len(w))
+        return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
+    result, task, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
+    task = _DEPTHWISE.pack(*task, *x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
+    check(load().gf_depthwise_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    del held
+    return result
+
+
+def pointwise(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    want_slope: bool = True,
+) -> Fused:
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for a kernel of one pixel.
+
+    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable. The arguments are those of
+    `depthwise`, with a weight [D, C, 1, 1].
+    """
+    shape = (len(x), len(w), *x.shape[2:])
+    if not (can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "pointwise" and _can_finish(shape, patch, residual)):
+        with torch.no_grad():
+            y = F.conv2d(x, w, bias)
+        return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
+    result, task, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
+    check(load().gf_pointwise_map(_POINTWISE.pack(*task, x.shape[1]), torch.get_num_threads()))  # type: ignore[union-attr]
+    del held
+    return result
+
+
+def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
+    """Tell whether the library can finish an output of this shape."""
+    plain = residual is None or (
+        type(residual) is Tensor
+        and residual.shape == shape
+        and residual.dtype is torch.float32
+        and residual.is_contiguous(memory_format=torch.channels_last)
+    )
+    return plain and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
+
+
+def _prepare(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None,
+    want_slope: bool,
+) -> tuple[Fused, list[int | float], list[Tensor | None]]:
+    """Return the tensors of a result, the fields that both structs begin with, and what must live until the call is over."""
+    with torch.no_grad():
+        if bias is not None:
+            bias = bias if scale is None else bias * scale
+            shift = bias if shift is None else shift + bias
+        held = [x, w.contiguous(), *(v if v is None else v.float().contiguous() for v in (scale, shift))]
+    layout = torch.channels_last
+    y = empty(shape, torch.float32, layout)
+    mean = slope = None
+    if patch == (1, 1):
+        patch = _UNPOOLED
+    else:
+        cells = (*shape[:2], *count_cells((shape[2], shape[3]), patch))
+        mean = empty(cells, torch.float32, layout)
+        if want_slope and act.kind:
+            slope = empty(cells, torch.float32 if is_smooth(act) else count_dtype(patch), layout)
+    count = 0 if slope is None else slope.element_size()
+    fields = [*shape, *patch, 1, 0, act.kind, count, act.lo, act.hi, act.slope, 0]
+    pointers = [None, residual, y, None, None, mean, slope, *held]
+    return Fused(y, mean, slope), [*fields, *(0 if v is None else v.data_ptr() for v in pointers)], held

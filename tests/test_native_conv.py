@@ -1,0 +1,211 @@
+"""The library's convolutions: equal to torch's, with what follows them, over drawn shapes and at every level."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradfilter import native
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+
+LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
+STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
+ACTS = (*STEPS, native.HARDSWISH, native.SILU)
+
+quick = settings(deadline=None, max_examples=150)
+batches = st.integers(1, 3)
+channels = st.integers(16, 53) | st.sampled_from([16, 24, 32, 96])
+sides = st.tuples(st.integers(1, 6), st.integers(1, 6)) | st.sampled_from([(1, 1), (2, 2), (4, 4), (20, 30)])
+acts = st.sampled_from(ACTS)
+parts = st.tuples(*[st.booleans()] * 5)
+
+
+@st.composite
+def axes(draw):
+    """Draw one axis of a convolution: size, kernel, stride, dilation, zeros before, size of the output."""
+    kernel = draw(st.sampled_from([1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8]))
+    stride, dilation = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 1), (3, 1), (1, 2), (2, 3)]))
+    size, before, after = draw(st.integers(1, 17)), draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    most = (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
+    return size, kernel, stride, dilation, before, max(most, 1)
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
+def level(request):
+    """Run a test at each level that this CPU has."""
+    library = native.load()
+    assert library is not None
+    assert library.gf_set_level(request.param) == request.param
+    yield request.param
+    library.gf_set_level(-1)
+
+
+@contextmanager
+def on_threads(threads):
+    """Run on so many threads."""
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def draw_eighths(*shape, seed, most):
+    """Return numbers of few bits: sums of products of some of them are exact, in whatever order they are added."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator) / 8
+
+
+def last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def draw_ends(shape, has, seed):
+    """Return bias, scale, shift and residual, as far as there are any."""
+    values = [draw_eighths(shape[1], seed=seed + i, most=16) for i in range(3)]
+    values.append(last(draw_eighths(*shape, seed=seed + 3, most=32)))
+    return [v if h else None for v, h in zip(values, has, strict=False)]
+
+
+def same(got, expected, act):
+    """Check that two results agree in all they have: to the last bit, where the activation is a step."""
+    tolerance = 0.0 if act in STEPS else 4e-6
+    for g, e in zip(got, expected, strict=True):
+        assert (g is None) == (e is None)
+        if e is not None:
+            assert g.is_contiguous(memory_format=torch.channels_last)
+            torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance)
+
+
+def run_depthwise(x, w, rows, columns, bias, scale, shift, act, patch, residual, want_slope=True):
+    """Return what the library gives and what torch does."""
+    _, _, stride, dilation, padding, out = zip(rows, columns, strict=True)
+    assert native.can_convolve(x, w, stride, padding, dilation, len(w)) == "depthwise"
+    got = native.depthwise(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
+    after = [(o - 1) * s + (k - 1) * d + 1 - p - n for n, k, s, d, p, o in (rows, columns)]
+    padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
+    y = F.conv2d(padded, w, None, stride, 0, dilation, len(w))
+    if bias is not None:
+        y += bias[:, None, None]
+    return got, native.torch_norm_act(last(y), scale, shift, act, patch, residual, None, want_slope)
+
+
+def run_pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope=True):
+    """Return what the library gives and what torch does."""
+    assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "pointwise"
+    got = native.pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope)
+    y = F.conv2d(x, w)
+    if bias is not None:
+        y += bias[:, None, None]
+    return got, native.torch_norm_act(last(y), scale, shift, act, patch, residual, None, want_slope)
+
+
+@pytest.mark.usefixtures("level")
+class TestEqualsTorch:
+    @quick
+    @given(n=batches, c=channels, rows=axes(), columns=axes(), patch=sides, act=acts, has=parts, seed=st.integers(0, 99))
+    def test_depthwise(self, n, c, rows, columns, patch, act, has, seed):
+        x = last(draw_eighths(n, c, rows[0], columns[0], seed=seed, most=16))
+        w = draw_eighths(c, 1, rows[1], columns[1], seed=seed + 9, most=8)
+        bias, scale, shift, residual = draw_ends((n, c, rows[-1], columns[-1]), has, seed)
+        with on_threads(1 + seed % 2):
+            same(*run_depthwise(x, w, rows, columns, bias, scale, shift, act, patch, residual, has[-1]), act)
+
+    @quick
+    @given(
+        n=batches,
+        c=st.integers(1, 53),
+        d=channels,
+        size=st.tuples(st.integers(1, 13), st.integers(1, 13)),
+        patch=sides,
+        act=acts,
+        has=parts,
+        seed=st.integers(0, 99),
+    )
+    def test_pointwise(self, n, c, d, size, patch, act, has, seed):
+        x = last(draw_eighths(n, c, *size, seed=seed, most=16))
+        w = draw_eighths(d, c, 1, 1, seed=seed + 9, most=8)
+        bias, scale, shift, residual = draw_ends((n, d, *size), has, seed)
+        with on_threads(1 + seed % 2):
+            same(*run_pointwise(x, w, bias, scale, shift, act, patch, residual, has[-1]), act)
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_maps_that_no_cache_holds(self, threads):
+        """Such maps are written past the caches, and their rows computed in several bands."""
+        x = last(draw_eighths(2, 32, 200, 331, seed=0, most=16))
+        scale, shift = draw_eighths(32, seed=1, most=16), draw_eighths(32, seed=2, most=16)
+        residual = last(draw_eighths(2, 32, 200, 331, seed=3, most=32))
+        rows, columns = (200, 3, 1, 1, 1, 200), (331, 3, 1, 1, 1, 331)
+        w, v = draw_eighths(32, 1, 3, 3, seed=4, most=8), draw_eighths(32, 32, 1, 1, seed=5, most=8)
+        ends = (None, scale, shift, native.RELU6, (4, 4), residual)
+        with on_threads(threads):
+            same(*run_depthwise(x, w, rows, columns, *ends), native.RELU6)
+            same(*run_pointwise(x, v, *ends), native.RELU6)
+
+
+def test_many_inputs_and_outputs():
+    x, w = last(draw_eighths(3, 700, 7, 7, seed=0, most=16)), draw_eighths(330, 700, 1, 1, seed=1, most=8)
+    same(*run_pointwise(x, w, None, None, None, native.RELU6, (4, 4), None), native.RELU6)
+
+
+def test_rounds_like_torch_on_ordinary_numbers():
+    generator = torch.Generator().manual_seed(0)
+    x = last(torch.randn(2, 40, 30, 30, generator=generator))
+    mean, var, gamma, beta = torch.rand(4, 40, generator=generator).unbind()
+    scale, shift = native.fold(gamma, beta, mean, var, 1e-5)
+
+    def normalise(y):
+        return F.silu(F.batch_norm(y, mean, var, gamma, beta))
+
+    w = torch.randn(40, 1, 5, 5, generator=generator)
+    got = native.depthwise(x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
+    torch.testing.assert_close(got.y, normalise(F.conv2d(x, w, None, 1, 2, 1, 40)), rtol=1e-4, atol=1e-5)
+    w = torch.randn(40, 40, 1, 1, generator=generator)
+    got = native.pointwise(x, w, None, scale, shift, native.SILU, (4, 4))
+    torch.testing.assert_close(got.y, normalise(F.conv2d(x, w)), rtol=1e-4, atol=1e-5)
+
+
+def test_infinities_and_nan_stay():
+    x, w = last(torch.zeros(1, 16, 4, 4)), torch.ones(16, 1, 1, 1)
+    x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = float("nan"), float("inf"), -float("inf")
+    one = (4, 1, 1, 1, 0, 4)
+    for act in STEPS:
+        got, expected = run_depthwise(x, w, one, one, None, None, None, act, (2, 2), None)
+        for g, e in zip(got, expected, strict=True):
+            assert (g is None) == (e is None)
+            if g is not None and e is not None:
+                assert torch.equal(g.nan_to_num(7), e.nan_to_num(7))
+
+
+def test_runs_in_torch_what_the_library_cannot():
+    x, w = draw_eighths(2, 20, 9, 9, seed=0, most=16), draw_eighths(20, 1, 3, 3, seed=1, most=8)
+    for image in (x, last(x).double(), last(x)[..., ::2]):
+        assert native.can_convolve(image, w.to(image.dtype), (1, 1), (1, 1), (1, 1), 20) is None
+    ends = (None, (1, 1), (1, 1), (1, 1), (9, 9), None, None, native.RELU6, (4, 4))
+    with native.off():
+        expected = native.depthwise(last(x), w, *ends)
+    for got in (native.depthwise(x, w, *ends), native.depthwise(last(x), w, *ends)):
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "padding", "groups", "kernel"),
+    [
+        ((32, 32, 1, 1), (1, 1), (0, 0), 1, "pointwise"),
+        ((32, 32, 1, 1), (2, 1), (0, 0), 1, None),
+        ((32, 32, 1, 1), (1, 1), (1, 0), 1, None),
+        ((32, 16, 1, 1), (1, 1), (0, 0), 2, None),
+        ((8, 32, 1, 1), (1, 1), (0, 0), 1, None),
+        ((32, 1, 3, 3), (2, 1), (1, 5), 32, "depthwise"),
+        ((64, 1, 3, 3), (1, 1), (1, 1), 32, None),
+        ((32, 32, 3, 3), (1, 1), (1, 1), 1, None),
+    ],
+)
+def test_says_which_convolutions_it_runs(shape, stride, padding, groups, kernel):
+    x = last(torch.zeros(1, 32, 9, 9))
+    assert native.can_convolve(x, torch.zeros(shape), stride, padding, (1, 1), groups) == kernel
