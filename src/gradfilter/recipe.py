@@ -19,8 +19,14 @@ Sources = tuple[tuple[Tensor, int], ...]
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with a kernel of the library's, and the size of its output."""
+    """A convolution that the library computes.
 
+    Attributes:
+        kernel: Which of the library's functions does.
+        size: Size `(h, w)` of the output.
+    """
+
+    kernel: str
     w: Tensor
     b: Tensor | None
     stride: Pair
@@ -28,6 +34,15 @@ class Convolution:
     dilation: Pair
     groups: int
     size: Pair
+
+    def run(
+        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, act: Act, patch: Pair, residual: Tensor | None
+    ) -> Fused:
+        """Compute act(conv(x)·scale + shift + residual)."""
+        if self.kernel == "pointwise":
+            return native.pointwise(x, self.w, self.b, scale, shift, act, patch, residual)
+        where = self.stride, self.padding, self.dilation, self.size
+        return native.depthwise(x, self.w, self.b, *where, scale, shift, act, patch, residual)
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ class Recipe:
                 scale, shift = native.fold(norm.gamma, norm.beta, norm.mu, norm.var, norm.eps)
             if self.conv is None:
                 return native.norm_act(self.x, scale, shift, act, patch, self.residual)
-            return native.convolve(self.x, self.conv, scale, shift, act, patch, self.residual)
+            return self.conv.run(self.x, scale, shift, act, patch, self.residual)
         assert act == IDENTITY
         y, conv = self.x, self.conv
         if conv is not None:
@@ -112,15 +127,13 @@ def find_convolution(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or type(w) not in (Tensor, torch.nn.Parameter):
+    if padding is None or not native.can_run(x):
+        return None
+    kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
+    if kernel is None:
         return None
     h, width = (
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
     )
-    conv = Convolution(w, b, stride, padding, dilation, groups, (h, width))
-    return (
-        conv
-        if min(h, width) > 0 and native.can_run(x) and hasattr(native, "convolve") and native.can_convolve(x, conv)
-        else None
-    )
+    return Convolution(kernel, w, b, stride, padding, dilation, groups, (h, width)) if min(h, width) > 0 else None
