@@ -236,8 +236,11 @@ class TestMemory:
         assert native.block_bytes().kept == 0  # the view holds it
         del view
         assert native.block_bytes().used == before
-        assert native.empty((4 * 96 * 60, 64)).data_ptr() == address  # a little smaller fits
-        assert native.empty((4 * 96 * 32, 64)).data_ptr() != address  # half as large does not
+        half, rest = native.empty((4 * 96 * 32, 64)), native.empty((4 * 96 * 32, 64))
+        assert half.data_ptr() == address
+        assert rest.data_ptr() == address + half.nbytes
+        del half, rest  # neighbours become one block again
+        assert native.empty((4 * 96 * 64, 64)).data_ptr() == address
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int16, torch.int32])
     def test_dtypes(self, dtype):
@@ -257,9 +260,8 @@ class TestMemory:
                 held.pop(0)
             held.append(native.empty((megabytes, 1 << 20), torch.uint8))
             used, kept, most = native.block_bytes()
-            assert kept <= most
-            assert used >= sum(x.nbytes for x in held)
-            assert used + kept <= 2 * most
+            assert kept <= 1.25 * most
+            assert most >= used >= sum(x.nbytes for x in held)
         starts = sorted((x.data_ptr(), x.nbytes) for x in held)
         for (start, size), (following, _) in itertools.pairwise(starts):
             assert start + size <= following

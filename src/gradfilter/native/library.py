@@ -82,7 +82,7 @@ def can_run(x: Tensor) -> bool:
         type(x) is Tensor
         and x.dim() == 4
         and x.dtype in DTYPES
-        and x.device.type == "cpu"
+        and x.is_cpu
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
         and is_on()
