@@ -9,7 +9,7 @@
 #include "vec.h"
 
 /* Bytes from which on a map does not stay in any cache until it is read again; pixels to fetch ahead of where y is. */
-enum { STREAMED = 1 << 24, AHEAD = 4 };
+enum { STREAMED = 1 << 23, AHEAD = 4 };
 
 /* Some vectors of channels of one cell. */
 typedef struct {
