@@ -177,11 +177,11 @@ static void run_unit(const void *argument, int64_t unit, void *scratch) {
     for (int64_t r = 0; r < rows; r += p->band)
         run_band(p, image, top + r * t->sh, gf_least(p->band, rows - r), table + r * t->sh * p->cols_in,
                  y + r * map->w * p->pitch);
-    finish_rows(&t->after, y, p->pitch, image, row, scratch);
+    finish_rows(&t->after, y, p->pitch, image, row, 0, scratch);
 }
 
 /* Bytes of x that the first and the second cache hold beside the rest. */
-enum { FIRST_CACHE = 16384, SECOND_CACHE = 196608 };
+enum { FIRST_CACHE = 16384, SECOND_CACHE = 131072 };
 
 static block_fn *const *choose(const gf_depthwise *t) {
     const int known = t->kw == 3 || t->kw == 5 || t->kw == 7;

@@ -9,7 +9,7 @@
 #include "vec.h"
 
 /* Bytes from which on a map does not stay in any cache until it is read again; pixels to fetch ahead of where y is. */
-enum { STREAMED = 1 << 24, AHEAD = 4 };
+enum { STREAMED = 1 << 23, AHEAD = 4 };
 
 /* Some vectors of channels of one cell. */
 typedef struct {
@@ -101,14 +101,15 @@ static void finish_smooth(const gf_norm_act *t, int64_t image, int64_t row, void
     gf_current()->norm_act(&task, image, row, scratch);
 }
 
-/* Finish patch row `row` of an image. */
-static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int64_t image, int64_t row, void *scratch) {
+/* Finish patch row `row` of an image, for the vectors of channels from `vector` on that a pitch of x holds. */
+static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int64_t image, int64_t row, int64_t vector,
+                        void *scratch) {
     const gf_map *m = &t->map;
     const int smooth = is_smooth(t), streamed = is_streamed(t);
     void *mean = smooth ? NULL : t->mean, *slope = smooth || t->kind == GF_IDENTITY ? NULL : t->slope;
     const float *residual = smooth ? NULL : t->residual;
     cell_fn *const *run = CELLS[smooth ? GF_IDENTITY : t->kind][residual != NULL][streamed];
-    const int64_t down = gf_ceil_div(m->h, m->ph), cells = gf_ceil_div(m->w, m->pw), vectors = pitch / GF_LANES;
+    const int64_t down = gf_ceil_div(m->h, m->ph), cells = gf_ceil_div(m->w, m->pw), end = vector + pitch / GF_LANES;
     const int64_t first = (image * m->h + row * m->ph) * m->w;
     cell q = {.rows = gf_least(m->ph, m->h - row * m->ph), .x_pitch = pitch, .x_row = pitch * m->w, .y_pitch = m->c};
     q.y_row = m->c * m->w;
@@ -119,12 +120,12 @@ static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int
         const int64_t left = j * m->pw, at = ((image * down + row) * cells + j) * m->c;
         q.columns = gf_least(m->pw, m->w - left);
         const int32_t area = (int32_t)(q.rows * q.columns);
-        for (int64_t i = 0, v; i < vectors; i += v) {
+        for (int64_t i = vector, v; i < end; i += v) {
             const int64_t c = gf_vec_start(i, m->c), pixel = (first + left) * m->c + c;
             gf_vec sums[2];
             gf_ints flat[2];
-            v = (i + 2) * GF_LANES <= m->c ? 2 : 1;
-            q.x = x + left * pitch + i * GF_LANES;
+            v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
+            q.x = x + left * pitch + (i - vector) * GF_LANES;
             q.y = (float *)t->y + pixel;
             q.residual = residual ? residual + pixel : NULL;
             run[v - 1](&q, sums, flat);
