@@ -81,8 +81,8 @@ def is_map(x: Tensor, layout: Layout) -> bool:
     return x.dim() == 4 and (layout is MAP or layout == MAP)
 
 
-def is_last(x: Tensor) -> bool:
-    """Tell whether a map [N, C, H, W] is stored channels-last, and not channels-first as well."""
+def is_nhwc(x: Tensor) -> bool:
+    """Tell whether a map [N, C, H, W] lies in memory as [N, H, W, C], without gaps, and not as [N, C, H, W] as well."""
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
@@ -236,7 +236,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
 
     def repeat(cells: Tensor) -> Tensor:
         (n, c, h, w), (over, across) = cells.shape, patch
-        if is_last(cells):
+        if is_nhwc(cells):
             full = cells.permute(0, 2, 3, 1)[:, :, None, :, None].expand(n, h, over, w, across, c)
             full = full.reshape(n, h * over, w * across, c).permute(0, 3, 1, 2)
         else:  # along rows first: the copies of whole rows are then fast ones
@@ -439,7 +439,7 @@ def lift_axis(axis: Axis) -> Lift | None:
 
 def apply_axes(x: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
     """Return rows · x · columnsᵀ over the last two axes of x [N, C, H', W']; identities cost nothing."""
-    if is_last(x):
+    if is_nhwc(x):
         n, c, h, w = x.shape
         x = x.permute(0, 2, 3, 1)
         if not is_identity(rows):

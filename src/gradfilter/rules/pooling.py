@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter.patches import Pair, count_cells, count_dtype, is_last, make_areas, map_size, pool_sum
+from gradfilter.patches import Pair, count_cells, count_dtype, is_nhwc, make_areas, map_size, pool_sum
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
@@ -107,7 +107,7 @@ def count_packed(indices: Tensor, width: int, windows: Windows, dtype: torch.dty
     row, column = np.divmod(np.arange(windows.end), width)
     lane = row // windows.in_patch[0] % reach[0] * reach[1] + column // windows.in_patch[1] % reach[1]
     table = torch.tensor(2.0 ** (bits * lane), dtype=dtype, device=device)
-    last = is_last(indices)
+    last = is_nhwc(indices)
     order = indices.permute(0, 2, 3, 1) if last else indices
     ones = table.index_select(0, order.reshape(-1)).reshape(order.shape)
     packed = pool_sum(ones.permute(0, 3, 1, 2) if last else ones, windows.out_patch).long().contiguous()
