@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 Pair = tuple[int, int]
 Matrix = np.ndarray
+Made = TypeVar("Made")
 
 
 def make_pair(value: int | Pair) -> Pair:
@@ -77,6 +79,11 @@ MAP = Layout(2, 3)
 def is_map(x: Tensor, layout: Layout) -> bool:
     """Tell whether a tensor in a layout is a map [N, C, H, W]."""
     return x.dim() == 4 and (layout is MAP or layout == MAP)
+
+
+def is_nhwc(x: Tensor) -> bool:
+    """Tell whether a map [N, C, H, W] lies in memory as [N, H, W, C], without gaps, and not as [N, C, H, W] as well."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def over_map(x: Tensor, layout: Layout, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -181,6 +188,28 @@ def make_areas(size: Pair, patch: Pair, like: Tensor, layout: Layout = MAP) -> T
     return torch.tensor(areas, device=like.device, dtype=dtype)
 
 
+def can_hold(like: Tensor) -> bool:
+    """Tell whether constants made for `like` are ordinary tensors, which later calls may share.
+
+    They are not while a graph is recorded, operators are counted or run on shapes alone, nor within torch.func or
+    inference_mode.
+    """
+    if like.is_meta or torch.is_inference_mode_enabled():
+        return False
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+
+
+def constant(make: Callable[[Any, torch.dtype, torch.device], Made]) -> Callable[[Any, Tensor], Made]:
+    """Let a function of a geometry make its tensors once for each dtype and device of `like`, the tensor they act on."""
+    hold = lru_cache(maxsize=256)(make)
+
+    @wraps(make)
+    def find(key: Any, like: Tensor) -> Made:
+        return (hold if can_hold(like) else make)(key, like.dtype, like.device)
+
+    return find
+
+
 def to_tensor(matrix: Matrix, like: Tensor) -> Tensor:
     """Return a constant as a tensor with the dtype and device of `like`."""
     return torch.from_numpy(matrix).to(device=like.device, dtype=like.dtype)
@@ -206,9 +235,14 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
         return x_bar
 
     def repeat(cells: Tensor) -> Tensor:
-        h, w = cells.shape[-2:]
-        full = cells[..., :, None, :, None].expand(*cells.shape[:2], h, patch[0], w, patch[1])
-        return full.reshape(*cells.shape[:2], h * patch[0], w * patch[1])[..., : size[0], : size[1]]
+        (n, c, h, w), (over, across) = cells.shape, patch
+        if is_nhwc(cells):
+            full = cells.permute(0, 2, 3, 1)[:, :, None, :, None].expand(n, h, over, w, across, c)
+            full = full.reshape(n, h * over, w * across, c).permute(0, 3, 1, 2)
+        else:  # along rows first: the copies of whole rows are then fast ones
+            full = cells[..., None].expand(n, c, h, w, across).reshape(n, c, h, 1, w * across)
+            full = full.expand(n, c, h, over, w * across).reshape(n, c, h * over, w * across)
+        return full[..., : size[0], : size[1]]
 
     return over_map(x_bar, layout.with_size(count_cells(size, patch)), repeat)
 
@@ -405,6 +439,14 @@ def lift_axis(axis: Axis) -> Lift | None:
 
 def apply_axes(x: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
     """Return rows · x · columnsᵀ over the last two axes of x [N, C, H', W']; identities cost nothing."""
+    if is_nhwc(x):
+        n, c, h, w = x.shape
+        x = x.permute(0, 2, 3, 1)
+        if not is_identity(rows):
+            x = (to_tensor(rows, x) @ x.reshape(n, h, w * c)).reshape(n, len(rows), w, c)
+        if not is_identity(columns):
+            x = to_tensor(columns, x) @ x
+        return x.permute(0, 3, 1, 2)
     if not is_identity(columns):
         x = x @ to_tensor(columns.T, x)
     if not is_identity(rows):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, memory, paper, planner, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, memory, paper, planner, step
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--methods", nargs="+", default=["*"], metavar="GLOB", help='run these, e.g. "lift*", beside exact')
     sub.add_argument("--work", type=Path, required=True, help="folder of the runs; those that are done are not run again")
     add(commands, "keeps", data=True, model="mcunet-in3", weights="pretrained", batch=None, pixels=None, rounds=7, threads=1)
+    sub = add(commands, "layers", batch=32, rounds=5)
+    sub.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
     args = parser.parse_args(argv)
     try:
@@ -86,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "keeps":
             sizes = args.batch, args.pixels, args.rounds, args.threads
             reports = keeps.measure(args.data, args.label, args.model, args.weights, *sizes)
+        elif args.command == "layers":
+            reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
         elif args.command == "memory":
             reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
         elif args.command == "paper":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter.patches import Pair, count_cells, count_dtype, make_areas, map_size
+from gradfilter.patches import Pair, count_cells, count_dtype, is_nhwc, make_areas, map_size, pool_sum
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import CarrierFunction, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
@@ -24,6 +24,7 @@ class Windows(NamedTuple):
         in_cells: Cells of the input.
         in_patch: Patch of the input.
         out_patch: Patch of the output.
+        end: What all indices are smaller than: that of a window which sees nothing but padding may lie outside the map.
     """
 
     first: tuple[np.ndarray, np.ndarray]
@@ -31,6 +32,7 @@ class Windows(NamedTuple):
     in_cells: Pair
     in_patch: Pair
     out_patch: Pair
+    end: int
 
     def target(self, device: torch.device) -> Tensor:
         """Return the input cell of each (output cell, place in reach), flat [out cells · reach]."""
@@ -56,7 +58,10 @@ def find_windows(x: PatchTensor, y: Tensor, out_patch: Pair, spans: tuple[Spans,
         high = np.minimum(end[last], x.shape[2 + i] - 1) // x.patch[i]
         first.append(low)
         reach.append(int((high - low).max()) + 1)
-    return Windows((first[0], first[1]), (reach[0], reach[1]), count_cells(map_size(x), x.patch), x.patch, out_patch)
+    (_, last_row), (_, last_column) = spans
+    end = max(x.shape[2], int(last_row.max()) + 1) * x.shape[3] + max(0, int(last_column.max()) + 1 - x.shape[3])
+    in_cells = count_cells(map_size(x), x.patch)
+    return Windows((first[0], first[1]), (reach[0], reach[1]), in_cells, x.patch, out_patch, end)
 
 
 def count_winners(indices: Tensor, width: int, windows: Windows) -> Tensor:
@@ -64,23 +69,62 @@ def count_winners(indices: Tensor, width: int, windows: Windows) -> Tensor:
 
     Bytes [N, C, H', W', reach] while a patch has at most 255 pixels; at patch 1 the place itself, [N, C, H, W].
     """
-    n, c, h, w = indices.shape
+    places = windows.reach[0] * windows.reach[1]
+    if windows.out_patch == (1, 1) and places <= 255:
+        return find_places(indices, width, windows).to(torch.uint8)
+    bits = places * count_bits(windows)
+    if bits <= 24:
+        return count_packed(indices, width, windows, torch.float32)
+    if bits <= 53 and indices.device.type != "mps":  # which has no double precision
+        return count_packed(indices, width, windows, torch.float64)
+    return count_scattered(indices, width, windows)
+
+
+def find_places(indices: Tensor, width: int, windows: Windows) -> Tensor:
+    """Return for each output pixel in which of the cells in reach its maximum lies [N, C, H, W]."""
     rows, columns = (
         torch.tensor(np.repeat(first, patch)[:size], device=indices.device)
-        for first, patch, size in zip(windows.first, windows.out_patch, (h, w), strict=True)
+        for first, patch, size in zip(windows.first, windows.out_patch, map_size(indices), strict=True)
     )
     down = indices // width // windows.in_patch[0] - rows[:, None]
     place = down * windows.reach[1] + indices % width // windows.in_patch[1] - columns
-    places = windows.reach[0] * windows.reach[1]
     # A window that sees nothing but padding is -inf, and its index, as torch gives it, may lie outside the map.
-    place = place.clamp(0, places - 1)
-    if windows.out_patch == (1, 1) and places <= 255:
-        return place.to(torch.uint8)
+    return place.clamp(0, windows.reach[0] * windows.reach[1] - 1)
+
+
+def count_bits(windows: Windows) -> int:
+    """Return how many bits count the pixels of an output patch."""
+    return (windows.out_patch[0] * windows.out_patch[1]).bit_length()
+
+
+def count_packed(indices: Tensor, width: int, windows: Windows, dtype: torch.dtype) -> Tensor:
+    """Count by one look-up and one pooling: a number holds the counts of all cells in reach, a few bits each.
+
+    Cells in reach of one output cell differ in their row and column modulo the reach: that says which bits are whose.
+    """
+    bits, reach, device = count_bits(windows), windows.reach, indices.device
+    row, column = np.divmod(np.arange(windows.end), width)
+    lane = row // windows.in_patch[0] % reach[0] * reach[1] + column // windows.in_patch[1] % reach[1]
+    table = torch.tensor(2.0 ** (bits * lane), dtype=dtype, device=device)
+    last = is_nhwc(indices)
+    order = indices.permute(0, 2, 3, 1) if last else indices
+    ones = table.index_select(0, order.reshape(-1)).reshape(order.shape)
+    packed = pool_sum(ones.permute(0, 3, 1, 2) if last else ones, windows.out_patch).long().contiguous()
+    h, w = ((first[:, None] + np.arange(n)) % n for first, n in zip(windows.first, reach, strict=True))
+    shift = bits * (h[:, None, :, None] * reach[1] + w[None, :, None, :])
+    shifts = torch.tensor(shift.reshape(*packed.shape[2:], -1), device=device)
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).to(count_dtype(windows.out_patch))
+
+
+def count_scattered(indices: Tensor, width: int, windows: Windows) -> Tensor:
+    """Count one pixel after the other, for patches and reaches of any size."""
+    n, c, h, w = indices.shape
+    places = windows.reach[0] * windows.reach[1]
     out_h, out_w = count_cells((h, w), windows.out_patch)
     cell_rows, cell_columns = (
         torch.arange(size, device=indices.device) // patch for size, patch in zip((h, w), windows.out_patch, strict=True)
     )
-    slot = (cell_rows[:, None] * out_w + cell_columns) * places + place
+    slot = (cell_rows[:, None] * out_w + cell_columns) * places + find_places(indices, width, windows)
     counts = torch.zeros(n * c, out_h * out_w * places, dtype=torch.float32, device=indices.device)
     counts.scatter_add_(1, slot.reshape(n * c, -1), torch.ones((), device=indices.device).expand(n * c, h * w))
     return counts.to(count_dtype(windows.out_patch)).reshape(n, c, out_h, out_w, places)

@@ -19,7 +19,7 @@ from gradfilter import patches
 from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
-from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, count_cells, to_tensor
+from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, constant, count_cells, to_tensor
 from gradfilter.tensor import is_traced
 
 SMALL = 64
@@ -106,6 +106,22 @@ class Geometry:
 make_geometry = lru_cache(maxsize=4096)(Geometry)
 
 
+@constant
+def find_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the tap matrices per axis, transposed [in cells, out cells]; `None` for an identity."""
+    rows, columns = (
+        [None if patches.is_identity(tap) else torch.tensor(tap.T, dtype=dtype, device=device) for tap in taps]
+        for taps in geometry.taps
+    )
+    return rows, columns
+
+
+@constant
+def find_joint_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return both axes of the tap matrices in one [out cells, taps, in cells]."""
+    return torch.tensor(geometry.joint_taps, dtype=dtype, device=device)
+
+
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -133,6 +149,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
     if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
+    if prefers_products(g, geometry):
+        return product_gradients(g, kept, w, geometry, need_gx)
     if geometry.is_small and geometry.groups == 1:
         return dense_gradients(g, kept, w, geometry, need_gx)
     if geometry.is_small and depthwise:
@@ -202,8 +220,8 @@ def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Li
     """Tell whether an ordinary convolution with the lifted kernel is the cheaper way.
 
     On small maps matrix products are, but for depthwise kernels of three coarse taps, for which torch has fast code as long
-    as the map is no smaller than the kernel. Lifting costs a few passes over the kernel, tap matrices a few over the
-    unfolded input: on larger maps take the smaller.
+    as the map is no smaller than the kernel, and for strides that leave more than a few cells. Lifting costs a few passes
+    over the kernel, tap matrices a few over the unfolded input: on larger maps take the smaller.
     """
     taps = max(len(a.matrix) for a in lifts)
     if math.prod(len(a.matrix) for a in lifts) > 4 * w.shape[2] * w.shape[3]:
@@ -211,7 +229,7 @@ def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Li
     if geometry.is_small and depthwise:
         return taps <= min(3, *geometry.in_cells)
     if geometry.is_small and geometry.groups == 1:
-        return geometry.out_cells[0] * geometry.out_cells[1] > 16
+        return geometry.out_cells[0] * geometry.out_cells[1] > 16 and not prefers_products(g, geometry)
     return w.shape[0] // geometry.groups <= g.shape[0] * g.shape[2] * g.shape[3] or all(a.is_identity for a in lifts)
 
 
@@ -257,7 +275,7 @@ def dense_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometr
     """Return gx and gw on small maps: one product with the joint tap matrix, one with the kernel."""
     gx = gw = None
     n, rows = len(g), to_rows(g)
-    joint = to_tensor(geometry.joint_taps, g)
+    joint = find_joint_taps(geometry, g)
     out, taps, cells = joint.shape
     joint = joint.reshape(out * taps, cells)
     if kept is not None:
@@ -270,6 +288,45 @@ def dense_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometr
     return gx, gw
 
 
+def prefers_products(g: Tensor, geometry: Geometry) -> bool:
+    """Tell whether one product per tap on the cells of the input is the cheapest way where the kernel is not lifted.
+
+    It is unless a stride leaves fewer cells to work on at the output. Its sums run through memory, so not in half precision.
+    """
+    (out_h, out_w), (in_h, in_w) = geometry.out_cells, geometry.in_cells
+    return geometry.groups == 1 and in_h * in_w <= out_h * out_w and g.element_size() > 2 and not is_traced()
+
+
+def product_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw by one matrix product each per tap, in place and without copies of a channels-last kernel.
+
+    Seen from the cells of the input, U_uv = T_uᵀ G T_v serves both: gx = Σ_uv U_uv w[u,v], gw[u,v] = U_uvᵀ x̄. Rows are cells
+    first, images second, so that the tap matrices act in few large products as well.
+    """
+    (n, co), ci, (h, width), (in_h, in_w) = g.shape[:2], w.shape[1], geometry.out_cells, geometry.in_cells
+    rows, columns = find_taps(geometry, g)
+    by_cell = g.permute(2, 3, 0, 1).reshape(h, width * n * co)
+    x = gw = gx = kernel = None
+    if kept is not None:
+        x = kept.permute(2, 3, 0, 1).reshape(-1, ci)
+        gw = g.new_empty(co, *w.shape[2:], ci)
+    if need_gx:
+        kernel = w.permute(0, 2, 3, 1).contiguous()
+        gx = g.new_zeros(in_h * in_w * n, ci)
+    for u, row in enumerate(rows):
+        over = (by_cell if row is None else row @ by_cell).reshape(in_h, width, n * co)
+        for v, column in enumerate(columns):
+            seen = over if column is None else column.expand(in_h, in_w, width).bmm(over)
+            seen = seen.reshape(in_h * in_w * n, co)
+            if gx is not None and kernel is not None:
+                gx.addmm_(seen, kernel[:, u, v])
+            if gw is not None and x is not None:
+                torch.mm(seen.t(), x, out=gw[:, u, v])
+    if gx is not None:
+        gx = gx.reshape(in_h, in_w, n, ci).permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
+    return gx, None if gw is None else gw.permute(0, 3, 1, 2)
+
+
 def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
     """Return gx and gw on small maps with one kernel per channel: each channel's coarse operator as one small matrix.
 
@@ -277,12 +334,12 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
     """
     gx = gw = None
     n, channels = g.shape[:2]
-    joint = to_tensor(geometry.joint_taps.transpose(1, 0, 2), g)
-    taps, out, cells = joint.shape
-    joint = joint.reshape(taps, out * cells)
-    by_channel = g.reshape(n, channels, out).transpose(0, 1).contiguous()
+    joint = find_joint_taps(geometry, g)
+    out, taps, cells = joint.shape
+    joint = joint.transpose(0, 1).reshape(taps, out * cells)
+    by_channel = g.transpose(0, 1).reshape(channels, n, out)
     if kept is not None:
-        g_operator = by_channel.transpose(1, 2) @ kept.reshape(n, channels, cells).transpose(0, 1).contiguous()
+        g_operator = by_channel.transpose(1, 2) @ kept.transpose(0, 1).reshape(channels, n, cells)
         gw = (g_operator.reshape(channels, -1) @ joint.t()).reshape(w.shape)
     if need_gx:
         operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)

@@ -1,0 +1,44 @@
+"""The benchmark of single layers: what it runs and what it counts. No times are checked."""
+
+import json
+
+import pytest
+import torch
+
+from gradfilter.bench import layers
+from gradfilter.bench.__main__ import main
+from gradfilter.bench.layers import Layer
+from gradfilter.patches import make_areas, unpool
+
+
+def test_every_layer_has_its_rows(tmp_path, monkeypatch, capsys):
+    small = (Layer(4, (6, 8)), Layer(3, (7, 7)))
+    monkeypatch.setattr(layers, "LAYERS", small)
+    assert main(["--save", str(tmp_path), "layers", "--batch", "2", "--rounds", "1", "--threads", "1"]) == 0
+    assert "Backward of a lone 3×3 convolution" in capsys.readouterr().out
+    coarse, lone = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("layers", "layers-alone"))
+    for rows, methods in ((coarse, layers.METHODS), (lone, layers.LONE)):
+        assert [(row["layer"], row["method"]) for row in rows] == [
+            (str(layer), method) for layer in small for method in methods
+        ]
+    fewer = {(row["layer"], row["method"]): row["times fewer products"] for row in coarse}
+    assert fewer["4 ch, 6×8", "patch 2"] == "4.00"
+    assert fewer["4 ch, 6×8", "patch 4"] == "12.00"  # 2 × 2 patches, two of them partial
+    assert fewer["3 ch, 7×7", "patch 2 lumped"] == "27.56"
+    for row in coarse:
+        assert float(row["share"]) == pytest.approx(
+            float(row["times faster than exact"]) / float(row["times fewer products"]), abs=0.02, rel=0.02
+        )
+
+
+@pytest.mark.parametrize("method", layers.LONE)
+def test_all_sides_give_the_gradients_they_stand_for(method):
+    layer = Layer(5, (9, 14))
+    x, gy, conv = layers.make_data(layer, 2)
+    geometry = layers.find_geometry(layer, method)
+    g, gw = layers.make_coarse(x, gy, conv.weight, geometry)()
+    gx = unpool(g / make_areas(layer.size, geometry.out_patch, g), geometry.out_patch, layer.size)
+    torch.testing.assert_close(layers.make_lone(x, gy, conv, method)(), (gx, gw))
+    want = torch.autograd.grad(conv(leaf := x.requires_grad_()), [leaf, conv.weight], gy)
+    for layout in layers.LAYOUTS.values():
+        torch.testing.assert_close(layers.make_exact(x, gy, conv.weight, layout)()[:2], want)
