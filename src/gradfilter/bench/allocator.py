@@ -12,8 +12,8 @@ DEFAULT, KEEP = "default", "keep"
 SETTINGS = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 200_000_000)}
 """What glibc is told (malloc.h's number of a setting, and its value): no block from the system alone, none given back."""
 REMARKS = {
-    DEFAULT: "Allocator: the C library's own; glibc gives every freed block above 32 MB back to the system at once, and the next "
-    "one is new pages again.",
+    DEFAULT: "Allocator: the C library's own; glibc gives every freed block above 32 MB back to the system at once, and what "
+    "comes next is new pages again.",
     KEEP: "Allocator: on all sides freed memory stays with the process (--allocator keep).",
 }
 

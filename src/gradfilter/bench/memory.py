@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import warnings
@@ -20,13 +19,10 @@ from gradfilter.errors import ExitWarning, GradFilterError
 from gradfilter.plan import Plan
 
 STEPS = 3
-REPEATS = 3
 
 
-def measure_resident(
-    case: Case, layout: str, allocator: str, plans: Mapping[str, Plan], side: str, repeats: int = REPEATS
-) -> int:
-    """Return the most bytes that a fresh process has resident in a side's steps, above what it has before them: the median."""
+def measure_resident(case: Case, layout: str, allocator: str, plans: Mapping[str, Plan], side: str) -> int:
+    """Return the most bytes that a fresh process has resident in a side's steps, above what it has before them."""
     order = {
         "case": dataclasses.asdict(case),
         "layout": layout,
@@ -35,14 +31,11 @@ def measure_resident(
         "side": side,
     }
     command = [sys.executable, "-m", "gradfilter.bench.memory", json.dumps(order)]
-    found = []
-    for _ in range(repeats):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-            raise GradFilterError(f"the process that measures the memory of {side!r} failed: {reason}")
-        found.append(int(done.stdout.split()[-1]))
-    return int(statistics.median(found))
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise GradFilterError(f"the process that measures the memory of {side!r} failed: {reason}")
+    return int(done.stdout.split()[-1])
 
 
 def run_steps(order: Mapping[str, Any]) -> int:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 130
+CLEAR = {"facecolor": "#ffffff", "edgecolor": "none", "pad": 0.6}
+"""What stands behind a number, so that no line runs through it."""
+
+KINDS = ("gradfilter", "peers")
 
 
 def make_bars(title: str, rows: Sequence[Mapping[str, Any]], ours: Collection[str]) -> bytes:
@@ -29,7 +33,8 @@ def make_bars(title: str, rows: Sequence[Mapping[str, Any]], ours: Collection[st
                 if value is not None:
                     axes.barh(place, value, height=0.66, **mark.bar())
                 text = "not available" if value is None else f"{value:.2f}"
-                axes.annotate(text, (value or 0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+                where: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8, "bbox": CLEAR}
+                axes.annotate(text, (value or 0, place), (4, 0), **where)
             axes.axvline(1, color=LIGHT["ink"], linewidth=1)
             axes.margins(x=0.16)
             axes.set_title("batch {}, {} {}".format(*case, "thread" if case[1] == 1 else "threads"))
@@ -37,6 +42,8 @@ def make_bars(title: str, rows: Sequence[Mapping[str, Any]], ours: Collection[st
             axes.grid(axis="y", visible=False)
         panels[0].set_yticks(range(len(methods)), methods)
         panels[0].invert_yaxis()
+        kinds = [panels[0].barh(0, 0, label=label, **mark.bar()) for mark, label in zip(MARKS[:2], KINDS, strict=True)]
+        figure.legend(handles=kinds, loc="outside upper right", ncols=2)
         return to_png(figure)
 
 

@@ -51,13 +51,11 @@ class Side:
         make: From a copy of the network in training mode, which it may change, and images to what runs.
         trains: Whether it runs training steps; else forward passes.
         exact: The exact side that trains the same layers.
-        is_ours: Whether it is a plan.
     """
 
     make: Callable[[nn.Module, Tensor], nn.Module]
     trains: bool = True
     exact: str = EXACT
-    is_ours: bool = False
 
 
 def make_sides(plans: Mapping[str, Plan], compile_seconds: float = 0) -> dict[str, Side]:
@@ -78,11 +76,12 @@ def make_sides(plans: Mapping[str, Plan], compile_seconds: float = 0) -> dict[st
     first = next(iter(plans))
     sides[f"lumped layer by layer, {first.rpartition(', ')[2]}"] = Side(partial(filter_each, plans[first]))
     sides[HEAD] = Side(lambda model, _: freeze_(model, Plan.last(0)))
+    ours: dict[str, Side] = {}
     for name, plan in plans.items():
         exact = EXACT if ALL & plan.layers.keys() else f"exact, {name.partition(', ')[0]}"
         sides.setdefault(exact, Side(partial(freeze_exactly, plan), exact=exact))
-        sides[name] = Side(partial(apply_plan, plan), exact=exact, is_ours=True)
-    return sides
+        ours[name] = Side(partial(apply_plan, plan), exact=exact)
+    return sides | ours
 
 
 def apply_plan(plan: Plan, model: nn.Module, _: Tensor) -> nn.Module:
