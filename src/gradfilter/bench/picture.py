@@ -23,7 +23,7 @@ def make_bars(title: str, rows: Sequence[Mapping[str, Any]], ours: Collection[st
     cases = list(dict.fromkeys((row["batch"], row["threads"]) for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     with drawing():
-        figure = make_figure(2.6 + 3.9 * len(cases), 1.4 + 0.3 * len(methods))
+        figure = make_figure(2.6 + 3.9 * len(cases), 1.7 + 0.3 * len(methods))
         figure.suptitle(title, x=0.012, ha="left", fontsize=10, color=LIGHT["muted"])
         panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
         for axes, case in zip(panels, cases, strict=True):
@@ -43,25 +43,25 @@ def make_bars(title: str, rows: Sequence[Mapping[str, Any]], ours: Collection[st
         panels[0].set_yticks(range(len(methods)), methods)
         panels[0].invert_yaxis()
         kinds = [panels[0].barh(0, 0, label=label, **mark.bar()) for mark, label in zip(MARKS[:2], KINDS, strict=True)]
-        figure.legend(handles=kinds, loc="outside upper right", ncols=2)
+        figure.legend(handles=kinds, loc="outside lower right", ncols=2)
         return to_png(figure)
 
 
 def make_curves(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a PNG picture: a panel for each thing that varies; above step / inference, below saved bytes."""
     varied = list(dict.fromkeys(row["varied"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in reversed(rows)))  # what the picture is about comes first
     with drawing():
         figure = make_figure(3.2 * len(varied) + 0.6, 5.4)
         figure.suptitle(title, x=0.012, ha="left", fontsize=10, color=LIGHT["muted"])
         panels = figure.subplots(2, len(varied), sharex="col", sharey="row", squeeze=False)
         for column, name in enumerate(varied):
             values = sorted({row["value"] for row in rows if row["varied"] == name})
-            for (above, below), method, mark in zip([panels[:, column]] * len(methods), methods, MARKS, strict=False):
+            above, below = panels[:, column]
+            for method, mark in zip(methods, MARKS, strict=False):
                 for axes, key, scale in ((above, "step / inference", 1), (below, "saved bytes", 1e6)):
                     own = [r for r in rows if (r["varied"], r["method"]) == (name, method) and r[key] is not None]
                     axes.plot([r["value"] for r in own], [r[key] / scale for r in own], label=method, **mark.curve())
-            above, below = panels[:, column]
             above.axhline(1, color=LIGHT["ink"], linewidth=1)
             above.set_title(name)
             above.set_ylim(bottom=0)
@@ -69,10 +69,10 @@ def make_curves(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
             below.set_yscale("log")
             below.set_xticks(values, [str(value) for value in values])
             below.minorticks_off()
-            below.set_xlabel(name)
         panels[0, 0].set_ylabel("step / inference")
         panels[1, 0].set_ylabel("saved MB")
-        panels[0, 0].legend(loc="upper right")
+        panels[1, 0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # powers of ten would need mathematics in text
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=len(methods))
         return to_png(figure)
 
 
