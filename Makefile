@@ -40,7 +40,7 @@ lint: setup
 	$(BIN)/pyright
 
 bench: setup
-	$(BIN)/python -m gradfilter.bench
+	$(BIN)/gradfilter bench
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis build dist

@@ -26,29 +26,6 @@ SHARED = Path(os.environ.get("GRADFILTER_SHARED", ROOT.parent / "shared" / "data
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def read_rows(folder):
-    (file,) = folder.glob("*.json")
-    return {row["method"]: row for row in json.loads(file.read_text())["rows"]}
-
-
-def test_memory_benchmark(tmp_path, capsys):
-    args = ["--save", str(tmp_path), "memory", "--model", "mcunet-in3", "--batch", "2", "--pixels", "64", "--rounds", "1"]
-    assert main(args) == 0
-    rows = read_rows(tmp_path)
-    assert "| patch 4 " in capsys.readouterr().out
-    saved = {method: float(row["saved MB"]) for method, row in rows.items()}
-    assert saved["exact"] > saved["patch 1"] > saved["patch 2"] > saved["patch 4"] > 0
-    assert all(row["saved MB"] == row["predicted MB"] for row in rows.values())
-    assert float(rows["exact"]["peak MB"]) > float(rows["exact"]["above import MB"]) > 0
-
-
-def test_step_benchmark(tmp_path):
-    args = ["--save", str(tmp_path), "step", "--model", "mcunet-in3", "--batch", "1", "--pixels", "48", "--rounds", "1"]
-    assert main(args) == 0
-    rows = read_rows(tmp_path)
-    assert rows["inference"]["step / inference"] == rows["exact"]["step / exact"] == "1.00"
-
-
 @pytest.fixture
 def noise(tmp_path):
     """A folder with noise of two classes."""
@@ -135,9 +112,7 @@ def test_hosvd_holds_a_fiftieth_of_exact(tmp_path):
     assert 0 < 50 * held["HOSVD 0.8"] <= held["exact"]
 
 
-def test_an_unknown_model_or_an_empty_folder_is_an_error_of_one_line(tmp_path, capsys):
-    assert main(["memory", "--model", "no-such-net"]) == 2
-    assert "no-such-net" in capsys.readouterr().err
+def test_an_empty_folder_is_an_error_of_one_line(tmp_path, capsys):
     assert main(["fidelity", "--data", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, memory, paper, planner, step
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, paper, planner
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -20,6 +20,7 @@ HELP = {
     "images": "train on so many images",
 }
 """What several benchmarks take."""
+ELSEWHERE = "Time, flops and bytes of a training step beside inference: 'gradfilter bench'."
 
 
 def add(commands: Any, name: str, data: bool = False, **defaults: str | int | None) -> argparse.ArgumentParser:
@@ -34,12 +35,10 @@ def add(commands: Any, name: str, data: bool = False, **defaults: str | int | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmarks that the command line names: memory and step time where it names none."""
-    parser = argparse.ArgumentParser(prog="python -m gradfilter.bench", description=__doc__)
+    """Run the benchmark that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m gradfilter.bench", description=__doc__, epilog=ELSEWHERE)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="also write Markdown, JSON and pictures there")
-    commands = parser.add_subparsers(dest="command")
-    for name, rounds in (("memory", 3), ("step", 7)):
-        add(commands, name, model="mobilenet_v2", batch=32, pixels=224, rounds=rounds, threads=1)
+    commands = parser.add_subparsers(dest="command", required=True)
     sub = add(commands, "fidelity", data=True, batch=32, pixels=224)
     sub.add_argument("--batches", type=int, default=4)
     sub.add_argument("--blocks", type=int, default=9)
@@ -90,14 +89,8 @@ def main(argv: list[str] | None = None) -> int:
             reports = keeps.measure(args.data, args.label, args.model, args.weights, *sizes)
         elif args.command == "layers":
             reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
-        elif args.command == "memory":
-            reports = [memory.measure(args.model, args.batch, args.pixels, args.rounds)]
-        elif args.command == "paper":
-            reports = [paper.measure()]
-        elif args.command == "step":
-            reports = [step.measure(args.model, args.batch, args.pixels, args.rounds, args.threads)]
         else:
-            reports = [memory.measure("mobilenet_v2", 32, 224, 3), step.measure("mobilenet_v2", 32, 224, 7, 1)]
+            reports = [paper.measure()]
     except GradFilterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

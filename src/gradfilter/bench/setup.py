@@ -1,4 +1,4 @@
-"""Plans, batches and states of models that the measurements share."""
+"""Choices, images and states of models that the measurements share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import apply_
-from gradfilter.plan import Backward, Plan
+from gradfilter.plan import Backward
 
 EXACT = "exact"
 INFERENCE = "inference"
@@ -46,16 +45,6 @@ def shake_(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module, method: str) -> nn.Module:
-    """Put a model into the state a method trains it in, all layers: "exact", "inference", "patch 4", "grid 4 lumped"."""
-    if method == INFERENCE:
-        return model.eval()
-    model.train()
-    if method == EXACT:
-        return freeze_statistics_(model)
-    return apply_(model, Plan.all(parse_backward(method)))
-
-
 def parse_backward(text: str) -> Backward:
     """Return the `Backward` that prints as `text`: "patch 4", "grid 4", "patch 2 lumped"."""
     choice, size, *kernel = text.split()
@@ -63,8 +52,6 @@ def parse_backward(text: str) -> Backward:
     return Backward(**options, kernel="lumped" if kernel == ["lumped"] else "lift")
 
 
-def make_batch(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
-    """Return random images, channels last, and labels."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator).contiguous(memory_format=torch.channels_last)
-    return images, torch.randint(10, (batch,), generator=generator)
+def make_images(batch: int, pixels: int) -> Tensor:
+    """Return random images."""
+    return torch.randn(batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))

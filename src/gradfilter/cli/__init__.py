@@ -20,6 +20,7 @@ COMMANDS = {
     "data": "List the data sets that 'train --data' knows.",
     "check": "Run one training step of a model on random images, under a plan; tell what the plan does, meets and saves.",
     "cost": "Tell flops, bytes and time of a training step by layer, under a plan and exactly.",
+    "bench": "Measure the price of a training step in inference passes, beside exact backprop and other peers.",
     "plan": "Choose layers and patch sizes for the most useful gradient within a budget of memory, time or flops.",
     "fidelity": "Compare the gradients of a plan with exact backprop, layer by layer, on your images.",
 }

@@ -27,6 +27,11 @@ OVERRIDES = ("patch", "grid", "kernel", "keep")
 def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a model and a plan."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_plan(parser)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a plan."""
     parser.add_argument(
         "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
     )
@@ -63,10 +68,10 @@ def watching() -> Iterator[Watch]:
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Make the folder of --out; say so where it, or what is written to it inside, cannot be written."""
+def writing_to(folder: Path, flag: str = "--out") -> Iterator[None]:
+    """Make the folder that a flag names; say so where it, or what is written to it inside, cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise SettingsError(f"--out {folder} cannot be written: {error.strerror or error}. Give another folder.") from error
+        raise SettingsError(f"{flag} {folder} cannot be written: {error.strerror or error}. Give another folder.") from error
