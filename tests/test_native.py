@@ -33,9 +33,11 @@ quick = settings(deadline=None, max_examples=200)
 @pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
 def level(request):
     """Run a test at each level that this CPU has."""
-    assert native.load().gf_set_level(request.param) == request.param
+    library = native.load()
+    assert library is not None
+    assert library.gf_set_level(request.param) == request.param
     yield request.param
-    native.load().gf_set_level(-1)
+    library.gf_set_level(-1)
 
 
 @pytest.fixture
