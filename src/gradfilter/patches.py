@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-Pair = tuple[int, int]
+from gradfilter import native
+from gradfilter.native.values import Pair, count_cells, count_dtype
+
+__all__ = ["Pair", "count_cells", "count_dtype"]
 Matrix = np.ndarray
 Made = TypeVar("Made")
 
@@ -143,17 +145,6 @@ def grid_patch(size: int, grid: int, image: int) -> int:
     return min(size, max(1, round(cell * size / image)))
 
 
-def count_dtype(patch: Pair) -> torch.dtype:
-    """Return the smallest integers that count the pixels of a patch."""
-    area = patch[0] * patch[1]
-    return torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
-
-
-def count_cells(size: Pair, patch: Pair) -> Pair:
-    """Return how many patches, partial ones included, cover a map of `size`."""
-    return -(-size[0] // patch[0]), -(-size[1] // patch[1])
-
-
 @lru_cache(maxsize=4096)
 def axis_areas(size: int, patch: int) -> Matrix:
     """Return the number of real pixels of each cell along one axis."""
@@ -219,32 +210,21 @@ def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
     """Return the mean of x over the real pixels of each patch."""
     if patch == (1, 1):
         return x
-    return over_map(x, layout, lambda m: F.avg_pool2d(m, patch, patch, ceil_mode=True, count_include_pad=False))
+    return over_map(x, layout, lambda m: native.pool_mean(m, patch))
 
 
 def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
     """Return the sum of x over the real pixels of each patch."""
     if patch == (1, 1):
         return x
-    return over_map(x, layout, lambda m: F.avg_pool2d(m, patch, patch, ceil_mode=True, divisor_override=1))
+    return over_map(x, layout, lambda m: native.pool_sum(m, patch))
 
 
 def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor:
     """Repeat each cell of x_bar over its patch, up to a map of `size`."""
     if patch == (1, 1):
         return x_bar
-
-    def repeat(cells: Tensor) -> Tensor:
-        (n, c, h, w), (over, across) = cells.shape, patch
-        if is_nhwc(cells):
-            full = cells.permute(0, 2, 3, 1)[:, :, None, :, None].expand(n, h, over, w, across, c)
-            full = full.reshape(n, h * over, w * across, c).permute(0, 3, 1, 2)
-        else:  # along rows first: the copies of whole rows are then fast ones
-            full = cells[..., None].expand(n, c, h, w, across).reshape(n, c, h, 1, w * across)
-            full = full.expand(n, c, h, over, w * across).reshape(n, c, h * over, w * across)
-        return full[..., : size[0], : size[1]]
-
-    return over_map(x_bar, layout.with_size(count_cells(size, patch)), repeat)
+    return over_map(x_bar, layout.with_size(count_cells(size, patch)), lambda cells: native.unpool(cells, patch, size))
 
 
 def project_axis(source: Matrix, in_size: int, in_patch: int, out_patch: int) -> Matrix:

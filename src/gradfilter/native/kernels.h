@@ -64,8 +64,6 @@ typedef struct {
     gf_map map;
     const void *cells; /* [N, C, H', W'] */
     void *y;           /* [N, C, H, W] */
-    int32_t shared;    /* divide each cell by the real pixels of its patch */
-    int32_t pad;
 } gf_unpool;
 
 /* What a level of the instruction set has to offer. */

@@ -13,7 +13,7 @@ from gradfilter.native.memory import empty
 from gradfilter.native.reference import pool, torch_unpool
 from gradfilter.native.values import IDENTITY, Pair, count_cells
 
-_TASK = struct.Struct("6q 2i 2Q 2i")
+_TASK = struct.Struct("6q 2i 2Q")
 """`gf_unpool` of kernels.h."""
 
 
@@ -27,8 +27,13 @@ def pool_sum(x: Tensor, patch: Pair) -> Tensor:
     return _pool(x, patch, sums=True)
 
 
+def needs_graph(x: Tensor) -> bool:
+    """Tell whether autograd follows what is done with x: the library is no part of its graph."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def _pool(x: Tensor, patch: Pair, *, sums: bool) -> Tensor:
-    if not can_run(x):
+    if not can_run(x) or needs_graph(x):
         return pool(x, patch, sums=sums)
     n, c, h, w = x.shape
     cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
@@ -36,20 +41,19 @@ def _pool(x: Tensor, patch: Pair, *, sums: bool) -> Tensor:
     return cells
 
 
-def unpool(x_bar: Tensor, patch: Pair, size: Pair, *, shared: bool = False) -> Tensor:
+def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
     """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`.
 
     Args:
         x_bar: The cells.
         patch: The patch `(h, w)`.
         size: The map's `(h, w)`.
-        shared: Divide each cell by the real pixels of its patch: the transpose of `pool_mean`, else of `pool_sum`.
     """
-    if not can_run(x_bar):
-        return torch_unpool(x_bar, patch, size, shared=shared)
+    if not can_run(x_bar) or needs_graph(x_bar):
+        return torch_unpool(x_bar, patch, size)
     n, c = x_bar.shape[:2]
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     layout = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
-    task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr(), shared, 0)
+    task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr())
     check(load().gf_unpool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
     return y

@@ -70,14 +70,13 @@ def pool(x: Tensor, patch: Pair, *, sums: bool = False) -> Tensor:
     )
 
 
-def torch_unpool(x_bar: Tensor, patch: Pair, size: Pair, *, shared: bool = False) -> Tensor:
-    """Repeat each cell of x_bar [N, C, H', W'] over its patch; `shared`, divided by the patch's real pixels."""
-    if shared:
-        areas = [torch.full((-(-n // p),), p, device=x_bar.device) for n, p in zip(size, patch, strict=True)]
-        for area, n, p in zip(areas, size, patch, strict=True):
-            area[-1] = n - (len(area) - 1) * p
-        wide = x_bar.float() if x_bar.element_size() == 2 else x_bar
-        x_bar = (wide / (areas[0][:, None] * areas[1])).to(x_bar.dtype)
-    rows = torch.arange(size[0], device=x_bar.device) // patch[0]
-    columns = torch.arange(size[1], device=x_bar.device) // patch[1]
-    return x_bar[:, :, rows[:, None], columns]
+def torch_unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
+    """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
+    (n, c, h, w), (over, across) = x_bar.shape, patch
+    if not x_bar.is_contiguous() and x_bar.is_contiguous(memory_format=torch.channels_last):
+        full = x_bar.permute(0, 2, 3, 1)[:, :, None, :, None].expand(n, h, over, w, across, c)
+        full = full.reshape(n, h * over, w * across, c).permute(0, 3, 1, 2)
+    else:  # along rows first: the copies of whole rows are then fast ones
+        full = x_bar[..., None].expand(n, c, h, w, across).reshape(n, c, h, 1, w * across)
+        full = full.expand(n, c, h, over, w * across).reshape(n, c, h * over, w * across)
+    return full[..., : size[0], : size[1]]

@@ -3,27 +3,6 @@
 
 #include "kernels.h"
 
-static inline float widen(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
-    float v;
-    memcpy(&v, &bits, sizeof v);
-    return v;
-}
-
-static inline uint16_t narrow(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, sizeof bits);
-    return v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-/* Copy `width` cells, divided by `area`. */
-static void divide(const void *from, void *to, int64_t width, float area, int dtype) {
-    if (dtype == GF_FLOAT32)
-        for (int64_t i = 0; i < width; i++) ((float *)to)[i] = ((const float *)from)[i] / area;
-    else
-        for (int64_t i = 0; i < width; i++) ((uint16_t *)to)[i] = narrow(widen(((const uint16_t *)from)[i]) / area);
-}
-
 /* Repeat each of `cells` items of `bytes` bytes `pw` times, up to `width` items. */
 static void repeat(const char *from, char *to, int64_t width, int64_t pw, size_t bytes) {
     if (bytes == 4)
@@ -37,22 +16,16 @@ static void repeat(const char *from, char *to, int64_t width, int64_t pw, size_t
 }
 
 /* One row of cells [cells, depth] over `rows` rows of pixels [w, depth]. */
-static void spread(const gf_unpool *t, const char *from, char *to, int64_t rows, int64_t depth, char *scratch) {
+static void spread(const gf_unpool *t, const char *from, char *to, int64_t rows, int64_t depth) {
     const gf_map *m = &t->map;
     const size_t item = m->dtype == GF_BFLOAT16 ? 2 : 4;
-    const int64_t whole = m->w / m->pw, part = m->w % m->pw;
-    if (t->shared) {
-        const size_t done = (size_t)(whole * depth) * item;
-        divide(from, scratch, whole * depth, (float)(rows * m->pw), m->dtype);
-        if (part) divide(from + done, scratch + done, depth, (float)(rows * part), m->dtype);
-        from = scratch;
-    }
     const size_t row = (size_t)(m->w * depth) * item;
     repeat(from, to, m->w, m->pw, (size_t)depth * item);
     for (int64_t r = 1; r < rows; r++) memcpy(to + (size_t)r * row, to, row);
 }
 
 static void run_unpool(const void *argument, int64_t unit, void *scratch) {
+    (void)scratch;
     const gf_unpool *t = argument;
     const gf_map *m = &t->map;
     const size_t item = m->dtype == GF_BFLOAT16 ? 2 : 4;
@@ -61,7 +34,7 @@ static void run_unpool(const void *argument, int64_t unit, void *scratch) {
     const int64_t left = m->h - row * m->ph, rows = left < m->ph ? left : m->ph;
     const char *from = (const char *)t->cells + (size_t)(unit * across * depth) * item;
     char *to = (char *)t->y + (size_t)((plane * m->h + row * m->ph) * m->w * depth) * item;
-    spread(t, from, to, rows, depth, scratch);
+    spread(t, from, to, rows, depth);
 }
 
 GF_EXPORT int gf_unpool_map(const void *packed, int threads) {
@@ -69,7 +42,6 @@ GF_EXPORT int gf_unpool_map(const void *packed, int threads) {
     memcpy(&task, packed, sizeof task);
     const gf_map *m = &task.map;
     const int64_t planes = m->channels_last ? m->n : m->n * m->c;
-    const size_t scratch = (size_t)(gf_ceil_div(m->w, m->pw) * (m->channels_last ? m->c : 1)) * sizeof(float);
     threads = gf_useful_threads(threads, m->n * m->c * m->h * m->w);
-    return gf_parallel(run_unpool, &task, planes * gf_ceil_div(m->h, m->ph), threads, scratch);
+    return gf_parallel(run_unpool, &task, planes * gf_ceil_div(m->h, m->ph), threads, 0);
 }
