@@ -1,0 +1,125 @@
+"""The ways to the same gradients: of a coarse twin, of max pooling's winners, of maps in either layout."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+import oracles
+from cases import draw
+from gradfilter import patches
+from gradfilter.patches import Axis
+from gradfilter.rules import pooling, twin
+
+quick = settings(deadline=None, max_examples=100)
+axes = st.builds(
+    Axis,
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    before=st.integers(-1, 3),
+    in_size=st.integers(1, 15),
+    out_size=st.integers(1, 15),
+    in_patch=st.integers(1, 5),
+    out_patch=st.integers(1, 5),
+    transposed=st.booleans(),
+)
+layouts = st.sampled_from([torch.contiguous_format, torch.channels_last])
+
+
+def make_map(channels, cells, layout, seed):
+    return draw(2, channels, *cells, seed=seed).contiguous(memory_format=layout)
+
+
+@quick
+@given(axes, axes, layouts, layouts, st.booleans())
+def test_one_product_per_tap_gives_what_tap_matrices_on_unfolded_maps_give(rows, columns, layout, other, need_gx):
+    assume(rows.transposed == columns.transposed)
+    geometry = twin.make_geometry(rows, columns, 1, False)
+    g, kept = make_map(3, geometry.out_cells, layout, 1), make_map(2, geometry.in_cells, other, 2)
+    w = draw(3, 2, rows.kernel, columns.kernel, seed=3).contiguous(memory_format=other)
+    want = twin.separable_gradients(g, kept, w, geometry, True)
+    gx, gw = twin.product_gradients(g, kept, w, geometry, need_gx)
+    torch.testing.assert_close(gw, want[1])
+    assert (gx is not None) == need_gx
+    if gx is not None:
+        torch.testing.assert_close(gx, want[0])
+        torch.testing.assert_close(twin.product_gradients(g, None, w, geometry, True), (gx, None))
+
+
+def test_products_write_the_weight_gradient_in_the_layout_of_a_channels_last_kernel():
+    axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
+    geometry = twin.make_geometry(axis, axis, 1, False)
+    g, kept = (make_map(8, (4, 4), torch.channels_last, seed) for seed in (1, 2))
+    gx, gw = twin.conv_gradients(g, kept, draw(8, 8, 3, 3), geometry, need_gx=True)
+    assert gx is not None
+    assert gw is not None
+    assert gx.is_contiguous(memory_format=torch.channels_last)
+    assert gw.is_contiguous(memory_format=torch.channels_last)
+
+
+def find_taps(like, size):
+    axis = Axis(3, 1, 1, 1, size, size, 2, 2)
+    return twin.find_taps(twin.make_geometry(axis, axis, 1, False), like)[0]
+
+
+def test_constants_are_held():
+    like = torch.zeros(1)
+    assert find_taps(like, 9) is find_taps(like, 9)
+    assert find_taps(like, 9) is not find_taps(like.double(), 9)
+
+
+@pytest.mark.parametrize(
+    ("size", "context"), [(10, lambda: torch.device("meta")), (11, torch.inference_mode), (12, FakeTensorMode)]
+)
+def test_constants_made_in_a_mode_are_not_held(size, context):
+    like = torch.zeros(1)
+    with context():
+        inside = find_taps(torch.zeros(1), size)
+    taps = find_taps(like, size)
+    assert inside is not taps
+    assert all(tap is None or (tap.device == like.device and not tap.is_inference()) for tap in taps)
+
+
+@quick
+@given(
+    st.tuples(st.integers(4, 15), st.integers(4, 15)),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 1),
+    st.integers(1, 2),
+    st.booleans(),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    layouts,
+)
+def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil, in_patch, out_patch, layout):
+    assume(padding <= kernel // 2 and dilation * (kernel - 1) < min(size))
+    x = make_map(3, size, layout, 4)
+    y, indices = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
+    assume(torch.isfinite(y).all())
+    starts = [np.arange(n) * stride - padding for n in y.shape[2:]]
+    spans = [(start, start + dilation * (kernel - 1)) for start in starts]
+    x.patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])  # type: ignore[attr-defined]
+    cells = min(out_patch[0], y.shape[2]), min(out_patch[1], y.shape[3])
+    windows = pooling.find_windows(x, y, cells, (spans[0], spans[1]))  # type: ignore[arg-type]
+    assume(windows.reach[0] * windows.reach[1] * pooling.count_bits(windows) <= 53)
+    want = pooling.count_scattered(indices, size[1], windows)
+    assert torch.equal(pooling.count_packed(indices, size[1], windows, torch.float64), want)
+    assert torch.equal(want.sum(-1)[0, 0], oracles.pool(torch.ones_like(y[:1, :1]), cells, "sum")[0, 0].to(torch.uint8))
+
+
+@quick
+@given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_maps_keep_their_layout(size, patch):
+    cells = patches.count_cells(size, patch)
+    first, last = (make_map(3, cells, layout, 5) for layout in (torch.contiguous_format, torch.channels_last))
+    assert torch.equal(patches.unpool(last, patch, size), patches.unpool(first, patch, size))
+    rows, columns = (patches.overlap_axis(n, p, 3) for n, p in zip(size, patch, strict=True))
+    got = patches.apply_axes(last, rows, columns)
+    torch.testing.assert_close(got, patches.apply_axes(first, rows, columns))
+    if patches.is_nhwc(last):
+        assert got.is_contiguous(memory_format=torch.channels_last)
