@@ -21,7 +21,7 @@ _LEAST_CHANNELS = 16
 """`GF_LEAST_CHANNELS` of conv.h."""
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
-_MOST_GATHERED = 256
+_MOST_GATHERED = 64
 """Numbers under a pixel up to which gathering them costs less than the passes that it saves."""
 _UNPOOLED = (4, 8)
 """The unit of work where nothing is pooled."""

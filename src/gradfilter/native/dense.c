@@ -82,8 +82,9 @@ static void pack(const plan *p) {
             for (int64_t l = 0; l < GF_LANES; l++) {
                 const float scale = t->scale ? t->scale[c + l] : 1, *from = t->weight + (c + l) * p->depth;
                 p->shift[(start + j) * GF_LANES + l] = t->shift ? t->shift[c + l] : 0;
-                for (int64_t i = 0; i < p->depth; i++)
-                    to[(i * width + j) * GF_LANES + l] = from[i % t->inputs * taps + i / t->inputs] * scale;
+                float *lane = to + j * GF_LANES + l;
+                for (int64_t tap = 0; tap < taps; tap++)
+                    for (int64_t i = tap; i < p->depth; i += taps, lane += width * GF_LANES) *lane = from[i] * scale;
             }
         }
     }
@@ -97,7 +98,7 @@ static void multiply(const plan *p, const float *x, float *y, int64_t pixels, in
     const int64_t inputs = p->depth, first = panel_start(p, from);
     const int64_t pitch = (panel_start(p, to) - first) * GF_LANES;
     for (int64_t panel = from; panel < to; panel++) {
-        const int64_t ahead = panel == from && !p->gathers ? gf_most(12, AHEAD_FLOATS / inputs) * inputs : 0;
+        const int64_t ahead = panel == 0 && !p->gathers ? gf_most(12, AHEAD_FLOATS / inputs) * inputs : 0;
         const int64_t start = panel_start(p, panel), width = panel_start(p, panel + 1) - start, at = start * GF_LANES;
         RUN[width - 1](x, inputs, p->weight + at * inputs, p->shift + at, y + at - first * GF_LANES, pitch, pixels, ahead);
     }
@@ -117,7 +118,10 @@ GF_INLINE void copy(float *to, const float *from, int64_t count) {
 GF_INLINE void gather_row(const gf_dense *t, const float *row, int64_t left, float *to) {
     const int64_t inputs = t->inputs;
     if (row && t->dw == 1 && left >= 0 && left + t->kw <= t->w) {
-        copy(to, row + left * inputs, t->kw * inputs);
+        if (t->kw * inputs == 9) /* three colours, three columns: a network's first convolution */
+            copy(to, row + left * inputs, 9);
+        else
+            copy(to, row + left * inputs, t->kw * inputs);
         return;
     }
     for (int64_t v = 0, q = left; v < t->kw; v++, q += t->dw, to += inputs) {
@@ -131,12 +135,15 @@ GF_INLINE void gather_row(const gf_dense *t, const float *row, int64_t left, flo
 /* Gather what is under `pixels` pixels of y, counted over all images. */
 static void gather(const gf_dense *t, int64_t first, int64_t pixels, float *to) {
     const gf_map *map = &t->after.map;
-    const int64_t step = t->kw * t->inputs;
-    for (int64_t i = first; i < first + pixels; i++) {
-        const int64_t q = i % map->w, r = i / map->w % map->h, image = i / (map->w * map->h);
-        for (int64_t u = 0, y = r * t->sh - t->top; u < t->kh; u++, y += t->dh, to += step) {
-            const float *row = y >= 0 && y < t->h ? t->x + (image * t->h + y) * t->w * t->inputs : NULL;
-            gather_row(t, row, q * t->sw - t->left, to);
+    const int64_t step = t->kw * t->inputs, depth = step * t->kh;
+    for (int64_t i = first, end; i < first + pixels; i = end) {
+        const int64_t row = i / map->w, image = row / map->h, top = row % map->h * t->sh - t->top;
+        end = gf_least(first + pixels, (row + 1) * map->w);
+        for (int64_t u = 0, y = top; u < t->kh; u++, y += t->dh) {
+            const float *from = y >= 0 && y < t->h ? t->x + (image * t->h + y) * t->w * t->inputs : NULL;
+            float *into = to + (i - first) * depth + u * step;
+            for (int64_t q = i - row * map->w; q < end - row * map->w; q++, into += depth)
+                gather_row(t, from, q * t->sw - t->left, into);
         }
     }
 }
@@ -180,7 +187,7 @@ static void divide(plan *p, int64_t units, int threads) {
     const gf_map *map = &t->after.map;
     const int64_t pixels = gf_least(map->ph, map->h) * map->w, bytes = sizeof(float);
     p->panels = gf_most(1, p->vectors / 2);
-    p->part = is_smooth(&t->after) ? p->panels : gf_most(1, WEIGHTS / (2 * GF_LANES * p->depth * bytes));
+    p->part = is_smooth(&t->after) ? p->panels : gf_most(4, WEIGHTS / (2 * GF_LANES * p->depth * bytes));
     p->part = gf_least(p->panels, p->part);
     const int64_t results = RESULTS / (pixels * 2 * p->part * GF_LANES * bytes), inputs = PIXELS / (pixels * p->depth * bytes);
     p->together = gf_most(1, gf_least(gf_ceil_div(units, threads), gf_least(results, inputs)));
