@@ -231,3 +231,10 @@ def test_runs_in_torch_what_the_library_cannot():
 def test_says_which_convolutions_it_runs(shape, stride, padding, groups, kernel):
     x = last(torch.zeros(1, 32, 9, 9))
     assert native.can_convolve(x, torch.zeros(shape), stride, padding, (1, 1), groups) == kernel
+
+
+def test_leaves_to_torch_what_torch_does_faster():
+    assert native.prefers(torch.zeros(32, 1, 3, 3), (2, 2), 32)
+    assert native.prefers(torch.zeros(32, 96, 1, 1), (1, 1), 1)
+    assert not native.prefers(torch.zeros(320, 960, 1, 1), (1, 1), 1)
+    assert not native.prefers(torch.zeros(32, 3, 3, 3), (2, 2), 1)

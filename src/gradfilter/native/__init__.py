@@ -6,7 +6,7 @@ and `pointwise` are convolutions that end in such a pass; `pool_mean`, `pool_sum
 switches the library off: then everything runs in torch, with equal results.
 """
 
-from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise
+from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, load, off
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
@@ -41,6 +41,7 @@ __all__ = [
     "pointwise",
     "pool_mean",
     "pool_sum",
+    "prefers",
     "torch_norm_act",
     "torch_unpool",
     "trim",
