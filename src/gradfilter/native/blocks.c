@@ -1,7 +1,10 @@
 /* Large blocks of memory that are used again: a fresh one costs a page fault per 4 kB, more than the pass that fills it.
  *
- * A block that comes back is kept for the next request of about its size. What is kept and free never exceeds the
- * largest amount that was in use at once; the blocks that have lain unused for longest go first.
+ * A block that comes back is kept, together with the free ones that lie next to it; a request takes the head of the
+ * smallest kept one that is large enough. (Blocks kept whole, each for requests of its own size, would be too many to
+ * keep for the maps of a network, and the largest would be gone by the next step.) What is kept and free never exceeds
+ * the largest amount that was in use at once by more than a quarter, which gaps between blocks may take; the blocks that
+ * have lain unused for longest go first.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -58,26 +61,55 @@ static void shrink(size_t limit) {
     }
 }
 
-/* Take the smallest free block that fits within 1.25 times the request. Under the lock. */
-static block *take_kept(size_t bytes) {
-    block **best = NULL;
-    for (block **at = &kept; *at; at = &(*at)->next)
-        if ((*at)->bytes >= bytes && (*at)->bytes <= bytes + bytes / 4 && (!best || (*at)->bytes < (*best)->bytes)) best = at;
-    if (!best) return NULL;
-    block *b = *best;
-    *best = b->next;
-    kept_bytes -= b->bytes;
+static block *describe(char *memory, size_t bytes) {
+    block *b = malloc(sizeof *b);
+    if (b) *b = (block){.memory = memory, .bytes = bytes};
     return b;
 }
 
+/* Take `bytes` from the smallest free block that has them. Under the lock. */
+static block *take_kept(size_t bytes) {
+    block **best = NULL;
+    for (block **at = &kept; *at; at = &(*at)->next)
+        if ((*at)->bytes >= bytes && (!best || (*at)->bytes < (*best)->bytes)) best = at;
+    if (!best) return NULL;
+    block *whole = *best, *head = whole->bytes > bytes ? describe(whole->memory, bytes) : NULL;
+    if (head) {
+        whole->memory += bytes;
+        whole->bytes -= bytes;
+    } else {
+        *best = whole->next;
+        head = whole;
+    }
+    kept_bytes -= head->bytes;
+    return head;
+}
+
+/* Put a block first among the free ones, in one with those that lie next to it. Under the lock. */
+static void keep(block *b) {
+    kept_bytes += b->bytes;
+    for (block **at = &kept; *at;) {
+        block *other = *at;
+        const int before = other->memory + other->bytes == b->memory;
+        if (!before && b->memory + b->bytes != other->memory) {
+            at = &other->next;
+            continue;
+        }
+        if (before) b->memory = other->memory;
+        b->bytes += other->bytes;
+        *at = other->next;
+        free(other);
+    }
+    b->next = kept;
+    kept = b;
+}
+
 static block *make_block(size_t bytes) {
-    block *b = malloc(sizeof *b);
-    if (!b) return NULL;
-    b->bytes = bytes;
-    b->memory = map_memory(bytes);
-    if (b->memory) return b;
-    free(b);
-    return NULL;
+    char *memory = map_memory(bytes);
+    if (!memory) return NULL;
+    block *b = describe(memory, bytes);
+    if (!b) munmap(memory, bytes);
+    return b;
 }
 
 static block *take(size_t bytes) {
@@ -86,8 +118,6 @@ static block *take(size_t bytes) {
     pthread_mutex_lock(&lock);
     block *b = take_kept(bytes);
     if (!b) {
-        const size_t most = used_bytes + bytes > most_bytes ? used_bytes + bytes : most_bytes;
-        shrink(most > bytes ? most - bytes : 0);
         b = make_block(bytes);
         if (!b) {
             shrink(0);
@@ -105,10 +135,8 @@ static block *take(size_t bytes) {
 static void give_back(block *b) {
     pthread_mutex_lock(&lock);
     used_bytes -= b->bytes;
-    b->next = kept;
-    kept = b;
-    kept_bytes += b->bytes;
-    shrink(most_bytes);
+    keep(b);
+    shrink(most_bytes + most_bytes / 4);
     pthread_mutex_unlock(&lock);
 }
 

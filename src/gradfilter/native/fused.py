@@ -113,10 +113,8 @@ def norm_act(
 
 
 def _fits(other: Tensor | None, x: Tensor) -> bool:
-    """Tell whether another map is plain and has the shape, dtype and place of x, or is none at all."""
-    return other is None or (
-        type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
-    )
+    """Tell whether another map is plain and has the shape and dtype of x, or is none at all."""
+    return other is None or (type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.is_cpu)
 
 
 def _as_floats(values: Tensor | None) -> Tensor | None:
@@ -144,4 +142,4 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
 
 def _is_readable(v: Tensor) -> bool:
     """Tell whether the library can read one number per channel as they are."""
-    return v.dtype is torch.float32 and v.device.type == "cpu" and v.is_contiguous()
+    return v.dtype is torch.float32 and v.is_cpu and v.is_contiguous()

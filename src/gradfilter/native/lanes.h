@@ -83,7 +83,7 @@ GF_INLINE L(vf) L(activate)(L(vf) z, const strip *s, const int kind, L(vf) *shar
     if (kind == GF_HARDSWISH) {
         L(vf) gate = L(choose)(z < -3, L(splat)(0), z + 3);
         gate = L(choose)(z > 3, L(splat)(6), gate);
-        *share = L(choose)(z < 3, z * (1.0f / 3) + 0.5f, L(splat)(1));
+        *share = L(choose)(z >= 3, L(splat)(1), z * (1.0f / 3) + 0.5f);
         *share = L(choose)(z <= -3, L(splat)(0), *share);
         return z * gate * (1.0f / 6);
     }
@@ -96,16 +96,16 @@ GF_INLINE L(vf) L(activate)(L(vf) z, const strip *s, const int kind, L(vf) *shar
     return z;
 }
 
-/* Run as many whole vectors of the strip as there are from element `i`; return where it stopped. */
-GF_INLINE int64_t L(run_strip)(const strip *given, int64_t i, const int kind, const int dtype, const int residual) {
-    const strip own = *given, *const s = &own; /* no store to y can change it: its fields stay in registers */
+/* Run as many whole vectors of one cell as there are from element `i`; return where it stopped. */
+GF_INLINE int64_t L(run_cell)(const strip *s, int64_t cell, int64_t i, const int kind, const int dtype, const int residual) {
     const int steps = kind == GF_CLAMP || kind == GF_LEAKY;
+    const int64_t from = cell * s->count * s->stride, to = cell * s->width;
     for (; i + LANES <= s->width; i += LANES) {
         const L(vf) scale = s->scales ? L(load_float)(s->scales + i) : L(splat)(s->scale);
         const L(vf) shift = s->shifts ? L(load_float)(s->shifts + i) : L(splat)(s->shift);
         L(vf) sum = {0}, slope = {0};
         L(vi) count = {0};
-        for (int64_t k = 0, at = i; k < s->count; k++, at += s->stride) {
+        for (int64_t k = 0, at = from + i; k < s->count; k++, at += s->stride) {
             L(vf) share = {0};
             L(prefetch)(s->x, at + s->ahead, dtype, 0);
             if (s->y && s->y != s->x) L(prefetch)(s->y, at + s->ahead, dtype, 1);
@@ -124,11 +124,11 @@ GF_INLINE int64_t L(run_strip)(const strip *given, int64_t i, const int kind, co
         if (!s->sums) continue;
         if (steps) slope = __builtin_convertvector(count + (int32_t)s->count, L(vf));
         if (!s->first) {
-            sum += L(load_float)(s->sums + i);
-            slope += L(load_float)(s->slopes + i);
+            sum += L(load_float)(s->sums + to + i);
+            slope += L(load_float)(s->slopes + to + i);
         }
-        L(store_float)(s->sums + i, sum);
-        L(store_float)(s->slopes + i, slope);
+        L(store_float)(s->sums + to + i, sum);
+        L(store_float)(s->slopes + to + i, slope);
     }
     return i;
 }

@@ -23,7 +23,10 @@ _off = 0
 
 
 def find_library() -> Path | None:
-    """Return the file of the library, or `None` where it was not built or `GRADFILTER_NATIVE=0` switches it off."""
+    """Return the file of the library, or `None` where it was not built or `GRADFILTER_NATIVE=0` switches it off.
+
+    `GRADFILTER_NATIVE_LIBRARY` names another file, such as a build with sanitizers.
+    """
     if os.environ.get("GRADFILTER_NATIVE", "1") == "0":
         return None
     path = Path(os.environ.get("GRADFILTER_NATIVE_LIBRARY") or Path(__file__).with_name("libgradfilter.so"))
@@ -79,7 +82,7 @@ def can_run(x: Tensor) -> bool:
         type(x) is Tensor
         and x.dim() == 4
         and x.dtype in DTYPES
-        and x.device.type == "cpu"
+        and x.is_cpu
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
         and is_on()

@@ -69,7 +69,7 @@ def empty(
     shape: Sequence[int], dtype: torch.dtype = torch.float32, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
     """Return a CPU tensor whose numbers are not set; a large one on a block that comes back when the tensor is freed."""
-    request = _make_request(tuple(shape), dtype, memory_format)
+    request = _make_request(shape if isinstance(shape, tuple) else tuple(shape), dtype, memory_format)
     if request is None or _plain or not is_on():
         return torch.empty(shape, dtype=dtype, memory_format=memory_format)
     address = load().gf_make_tensor(*request)  # type: ignore[union-attr]

@@ -63,10 +63,11 @@ def _slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
 
 
 def pool(x: Tensor, patch: Pair, *, sums: bool = False) -> Tensor:
-    """Return the mean, or the sum, of x [N, C, H, W] over the real pixels of each patch."""
-    if sums:
-        return F.avg_pool2d(x, patch, patch, ceil_mode=True, divisor_override=1)
-    return F.avg_pool2d(x, patch, patch, ceil_mode=True, count_include_pad=False)
+    """Return the mean, or the sum, of x [N, C, H, W] over the real pixels of each patch; half precision adds in single."""
+    wide = x.float() if x.element_size() == 2 else x
+    return F.avg_pool2d(wide, patch, patch, ceil_mode=True, count_include_pad=False, divisor_override=1 if sums else None).to(
+        x.dtype
+    )
 
 
 def torch_unpool(x_bar: Tensor, patch: Pair, size: Pair, *, shared: bool = False) -> Tensor:

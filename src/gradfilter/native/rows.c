@@ -4,18 +4,19 @@
 
 #include "kernels.h"
 
-/* `count` runs of `width` numbers, `stride` apart. Element i of all runs has one scale, one shift and one sum:
- * in channels_last the runs are neighbouring pixels of a patch, in NCHW they are rows of one channel. */
+/* Cells side by side, each of `count` runs of `width` numbers, `stride` apart. Element i of all runs has one scale and
+ * one shift, and within a cell one sum: in channels_last the runs are the pixels of a patch in one row, in NCHW there is
+ * one cell whose runs are the rows of one channel. */
 typedef struct {
     const void *x, *residual;
     void *y;
-    int64_t width, count, stride;
+    int64_t cells, width, count, stride;
     int64_t ahead; /* elements from here to what is read next: no hardware foresees several interleaved runs */
     const float *scales, *shifts; /* per element, or NULL: the numbers below */
     float scale, shift;
     float lo, hi, leak;
     float flat_to, flat_from; /* slope 1 strictly between; NaN: no such bound */
-    float *sums, *slopes;     /* per element, or NULL */
+    float *sums, *slopes;     /* per cell and element, or NULL */
     int first;                /* set the sums instead of adding to them */
 } strip;
 
@@ -32,16 +33,19 @@ typedef struct {
 #define LANES 1
 #include "lanes.h"
 
-GF_INLINE void run_lanes(const strip *s, const int kind, const int dtype, const int residual) {
-    int64_t i = 0;
+GF_INLINE void run_lanes(const strip *given, const int kind, const int dtype, const int residual) {
+    const strip own = *given, *const s = &own; /* no store to y can change it: its fields stay in registers */
+    for (int64_t cell = 0; cell < s->cells; cell++) {
+        int64_t i = 0;
 #if defined(__AVX512F__)
-    i = run_strip_16(s, i, kind, dtype, residual);
+        i = run_cell_16(s, cell, i, kind, dtype, residual);
 #endif
 #if defined(__AVX2__)
-    i = run_strip_8(s, i, kind, dtype, residual);
+        i = run_cell_8(s, cell, i, kind, dtype, residual);
 #endif
-    i = run_strip_4(s, i, kind, dtype, residual);
-    run_strip_1(s, i, kind, dtype, residual);
+        i = run_cell_4(s, cell, i, kind, dtype, residual);
+        run_cell_1(s, cell, i, kind, dtype, residual);
+    }
 }
 
 typedef void run_fn(const strip *);
@@ -119,27 +123,29 @@ enum { CHUNK = 8 };
 static void run_channels_last(const gf_norm_act *t, run_fn *run, int64_t image, int64_t row, int64_t rows, float *scratch) {
     const gf_map *m = &t->map;
     const int pooled = t->mean || t->slope;
-    const int64_t pw = pooled ? m->pw : CHUNK, cells = gf_ceil_div(m->w, pw), down = gf_ceil_div(m->h, m->ph);
+    const int64_t pw = pooled ? m->pw : CHUNK, whole = m->w / pw, part = m->w % pw, done = whole * m->c;
+    const int64_t cells = gf_ceil_div(m->w, pw), at = (image * gf_ceil_div(m->h, m->ph) + row) * cells * m->c;
+    float *slopes = scratch + cells * m->c;
     strip s = make_strip(t);
     s.width = s.stride = m->c;
     s.scales = t->scale;
     s.shifts = t->shift;
     for (int64_t r = 0; r < rows; r++) {
-        for (int64_t cell = 0; cell < cells; cell++) {
-            const int64_t from = cell * pw;
-            s.count = from + pw <= m->w ? pw : m->w - from;
-            s.first = r == 0;
+        const int64_t start = (image * m->h + row * m->ph + r) * m->w;
+        s.first = r == 0;
+        for (int last = 0; last < 2; last++) {
+            s.cells = last ? part != 0 : whole;
+            s.count = last ? part : pw;
             s.ahead = s.count * m->c;
-            place(&s, t, (((image * m->h + row * m->ph + r) * m->w) + from) * m->c);
-            if (pooled) {
-                s.sums = scratch + 2 * cell * m->c;
-                s.slopes = s.sums + m->c;
-            }
+            s.sums = pooled ? scratch + last * done : NULL;
+            s.slopes = pooled ? slopes + last * done : NULL;
+            place(&s, t, (start + last * whole * pw) * m->c);
             run(&s);
-            if (pooled && r == rows - 1)
-                finish(t, s.sums, s.slopes, m->c, rows * s.count, ((image * down + row) * cells + cell) * m->c);
         }
     }
+    if (!pooled) return;
+    finish(t, scratch, slopes, done, rows * pw, at);
+    if (part) finish(t, scratch + done, slopes + done, m->c, rows * part, at + done);
 }
 
 /* Add up the columns of each cell, in place: cell j moves to element j, which has been read by then. */
@@ -159,6 +165,7 @@ static void run_channels_first(const gf_norm_act *t, run_fn *run, int64_t image,
     strip s = make_strip(t);
     s.width = pooled ? m->w : m->w * rows;
     s.count = pooled ? rows : 1;
+    s.cells = 1;
     s.stride = m->w;
     s.ahead = s.count * m->w;
     s.first = 1;
