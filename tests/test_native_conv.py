@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gradfilter import native
@@ -81,14 +81,16 @@ def same(got, expected, act):
             torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance)
 
 
-def run_depthwise(x, w, rows, columns, bias, scale, shift, act, patch, residual, want_slope=True):
-    """Return what the library gives and what torch does."""
+def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, want_slope=True):
+    """Return what the library gives and what torch does, for one filter per channel or for a dense kernel."""
+    groups, kernel = (len(w), "depthwise") if w.shape[1] == 1 else (1, "dense")
     _, _, stride, dilation, padding, out = zip(rows, columns, strict=True)
-    assert native.can_convolve(x, w, stride, padding, dilation, len(w)) == "depthwise"
-    got = native.depthwise(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
+    assert native.can_convolve(x, w, stride, padding, dilation, groups) == kernel
+    run = native.depthwise if kernel == "depthwise" else native.dense
+    got = run(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
     after = [(o - 1) * s + (k - 1) * d + 1 - p - n for n, k, s, d, p, o in (rows, columns)]
     padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
-    y = F.conv2d(padded, w, None, stride, 0, dilation, len(w))
+    y = F.conv2d(padded, w, None, stride, 0, dilation, groups)
     if bias is not None:
         y += bias[:, None, None]
     return got, native.torch_norm_act(last(y), scale, shift, act, patch, residual, None, want_slope)
@@ -96,7 +98,7 @@ def run_depthwise(x, w, rows, columns, bias, scale, shift, act, patch, residual,
 
 def run_pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope=True):
     """Return what the library gives and what torch does."""
-    assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "pointwise"
+    assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "dense"
     got = native.pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope)
     y = F.conv2d(x, w)
     if bias is not None:
@@ -113,7 +115,27 @@ class TestEqualsTorch:
         w = draw_eighths(c, 1, rows[1], columns[1], seed=seed + 9, most=8)
         bias, scale, shift, residual = draw_ends((n, c, rows[-1], columns[-1]), has, seed)
         with on_threads(1 + seed % 2):
-            same(*run_depthwise(x, w, rows, columns, bias, scale, shift, act, patch, residual, has[-1]), act)
+            same(*run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, has[-1]), act)
+
+    @quick
+    @given(
+        n=batches,
+        c=st.integers(2, 4),
+        d=channels,
+        rows=axes(),
+        columns=axes(),
+        patch=sides,
+        act=acts,
+        has=parts,
+        seed=st.integers(0, 99),
+    )
+    def test_dense(self, n, c, d, rows, columns, patch, act, has, seed):
+        assume(c * rows[1] * columns[1] <= 64)
+        x = last(draw_eighths(n, c, rows[0], columns[0], seed=seed, most=16))
+        w = draw_eighths(d, c, rows[1], columns[1], seed=seed + 9, most=8)
+        bias, scale, shift, residual = draw_ends((n, d, rows[-1], columns[-1]), has, seed)
+        with on_threads(1 + seed % 2):
+            same(*run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, has[-1]), act)
 
     @quick
     @given(
@@ -143,7 +165,7 @@ class TestEqualsTorch:
         w, v = draw_eighths(32, 1, 3, 3, seed=4, most=8), draw_eighths(32, 32, 1, 1, seed=5, most=8)
         ends = (None, scale, shift, native.RELU6, (4, 4), residual)
         with on_threads(threads):
-            same(*run_depthwise(x, w, rows, columns, *ends), native.RELU6)
+            same(*run_windows(x, w, rows, columns, *ends), native.RELU6)
             same(*run_pointwise(x, v, *ends), native.RELU6)
 
 
@@ -174,7 +196,7 @@ def test_infinities_and_nan_stay():
     x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = float("nan"), float("inf"), -float("inf")
     one = (4, 1, 1, 1, 0, 4)
     for act in STEPS:
-        got, expected = run_depthwise(x, w, one, one, None, None, None, act, (2, 2), None)
+        got, expected = run_windows(x, w, one, one, None, None, None, act, (2, 2), None)
         for g, e in zip(got, expected, strict=True):
             assert (g is None) == (e is None)
             if g is not None and e is not None:
@@ -196,9 +218,9 @@ def test_runs_in_torch_what_the_library_cannot():
 @pytest.mark.parametrize(
     ("shape", "stride", "padding", "groups", "kernel"),
     [
-        ((32, 32, 1, 1), (1, 1), (0, 0), 1, "pointwise"),
-        ((32, 32, 1, 1), (2, 1), (0, 0), 1, None),
-        ((32, 32, 1, 1), (1, 1), (1, 0), 1, None),
+        ((32, 32, 1, 1), (1, 1), (0, 0), 1, "dense"),
+        ((32, 32, 1, 1), (2, 1), (0, 0), 1, "dense"),
+        ((32, 32, 1, 1), (1, 1), (1, 0), 1, "dense"),
         ((32, 16, 1, 1), (1, 1), (0, 0), 2, None),
         ((8, 32, 1, 1), (1, 1), (0, 0), 1, None),
         ((32, 1, 3, 3), (2, 1), (1, 5), 32, "depthwise"),
@@ -209,3 +231,10 @@ def test_runs_in_torch_what_the_library_cannot():
 def test_says_which_convolutions_it_runs(shape, stride, padding, groups, kernel):
     x = last(torch.zeros(1, 32, 9, 9))
     assert native.can_convolve(x, torch.zeros(shape), stride, padding, (1, 1), groups) == kernel
+
+
+def test_leaves_to_torch_what_torch_does_faster():
+    assert native.prefers(torch.zeros(32, 1, 3, 3), (2, 2), 32)
+    assert native.prefers(torch.zeros(32, 96, 1, 1), (1, 1), 1)
+    assert not native.prefers(torch.zeros(320, 960, 1, 1), (1, 1), 1)
+    assert not native.prefers(torch.zeros(32, 3, 3, 3), (2, 2), 1)

@@ -1,12 +1,12 @@
 """Passes over maps in a small C library, on memory that is used again; in torch where there is no library.
 
-`norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `depthwise` and
-`pointwise` are convolutions that end in such a pass; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
+`norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `depthwise`, `dense`
+and `pointwise` are convolutions that end in such a pass; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
 `empty` makes large tensors on blocks that come back. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`,
 switches the library off: then everything runs in torch, with equal results.
 """
 
-from gradfilter.native.conv import can_convolve, depthwise, pointwise
+from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, load, off
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
@@ -28,6 +28,7 @@ __all__ = [
     "block_bytes",
     "can_convolve",
     "can_run",
+    "dense",
     "depthwise",
     "empty",
     "find_library",
@@ -40,6 +41,7 @@ __all__ = [
     "pointwise",
     "pool_mean",
     "pool_sum",
+    "prefers",
     "torch_norm_act",
     "torch_unpool",
     "trim",

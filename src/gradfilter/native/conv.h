@@ -20,21 +20,23 @@ typedef struct {
     int64_t top, left; /* padding; what is needed at the other ends follows from y's size */
 } gf_depthwise;
 
-/* y[p] = shift + scale * weight x[p] for every pixel p. */
+/* The same with every input channel in every output: a pixel of y is a product of the weight with the pixels under it. */
 typedef struct {
     gf_norm_act after;
-    const float *x;      /* [N, H, W, inputs] */
-    const float *weight; /* [C, inputs] */
+    const float *x;      /* [N, h, w, inputs]; zero outside */
+    const float *weight; /* [C, inputs, kh, kw] */
     const float *scale;  /* [C], or NULL for 1 */
     const float *shift;  /* [C], or NULL for 0 */
     int64_t inputs;
-} gf_pointwise;
+    int64_t h, w; /* of x */
+    int64_t kh, kw, sh, sw, dh, dw, top, left;
+} gf_dense;
 
 /* The widest vector of any level: maps with fewer output channels are not for these functions. */
 enum { GF_LEAST_CHANNELS = 16 };
 
 /* Run a whole task. They return 0, or -1 where there was no memory. */
 typedef int gf_run_depthwise(const gf_depthwise *task, int threads);
-typedef int gf_run_pointwise(const gf_pointwise *task, int threads);
+typedef int gf_run_dense(const gf_dense *task, int threads);
 
 #endif

@@ -1,4 +1,4 @@
-"""Depthwise and pointwise convolutions that end in scale, shift, residual, activation, patch means and slopes."""
+"""Depthwise and dense convolutions that end in scale, shift, residual, activation, patch means and slopes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
 
 _DEPTHWISE = struct.Struct("6q 4i 3f i 7Q 4Q 10q")
-_POINTWISE = struct.Struct("6q 4i 3f i 7Q 4Q q")
-"""`gf_depthwise` and `gf_pointwise` of conv.h."""
+_DENSE = struct.Struct("6q 4i 3f i 7Q 4Q 11q")
+"""`gf_depthwise` and `gf_dense` of conv.h."""
 _LEAST_CHANNELS = 16
 """`GF_LEAST_CHANNELS` of conv.h."""
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
+_MOST_GATHERED = 64
+"""Numbers under a pixel up to which gathering them costs less than the passes that it saves."""
+_MANY_INPUTS = 768
 _UNPOOLED = (4, 8)
 """The unit of work where nothing is pooled."""
 
 
 def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
-    """Return which function of this module runs a convolution in the library: "depthwise", "pointwise", or `None`.
+    """Return which function of this module runs a convolution in the library: "depthwise", "dense", or `None`.
+
+    Dense kernels of more than one pixel are for few input channels, as a network's first layer has: torch has faster
+    ones for many.
 
     Args:
         x: The input [N, C, H, W]: for the library, float32 in channels_last memory.
@@ -44,8 +50,16 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
         return None
     if groups == w.shape[0] == x.shape[1]:
         return "depthwise"
-    trivial = w.shape[2:] == stride == dilation == (1, 1) and padding == (0, 0)
-    return "pointwise" if trivial and groups == 1 else None
+    trivial = w.shape[2:] == stride == (1, 1) and padding == (0, 0)
+    return "dense" if groups == 1 and (trivial or w[0].numel() <= _MOST_GATHERED) else None
+
+
+def prefers(w: Tensor, stride: Pair, groups: int) -> bool:
+    """Tell whether a convolution that the library can run is faster there than in torch with `norm_act` after it.
+
+    Measured on AVX2: torch is ahead by a tenth where the numbers under a pixel must be gathered and where there are many.
+    """
+    return groups > 1 or (w.shape[2:] == stride == (1, 1) and w.shape[1] < _MANY_INPUTS)
 
 
 def depthwise(
@@ -82,20 +96,30 @@ def depthwise(
         residual: A map of the output's shape to add before the activation.
         want_slope: Whether the slope is asked for.
     """
-    shape = (*x.shape[:2], *out_size)
-    runs = can_convolve(x, w, stride, padding, dilation, len(w)) and _can_finish(shape, patch, residual)
-    if not runs:
-        ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
-        after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
-        padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
-        with torch.no_grad():
-            y = F.conv2d(padded, w, bias, stride, 0, dilation, len(w))
-        return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
-    result, task, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
-    task = _DEPTHWISE.pack(*task, *x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
-    check(load().gf_depthwise_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
-    del held
-    return result
+    return _run("depthwise", x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, want_slope)
+
+
+def dense(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    want_slope: bool = True,
+) -> Fused:
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for a kernel without groups.
+
+    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable. The arguments are those of
+    `depthwise`, with a weight [D, C, kh, kw].
+    """
+    return _run("dense", x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, want_slope)
 
 
 def pointwise(
@@ -109,18 +133,46 @@ def pointwise(
     residual: Tensor | None = None,
     want_slope: bool = True,
 ) -> Fused:
-    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for a kernel of one pixel.
+    """Return what `dense` returns for a kernel of one pixel, without stride and padding."""
+    one, size = (1, 1), (x.shape[2], x.shape[3])
+    return dense(x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
 
-    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable. The arguments are those of
-    `depthwise`, with a weight [D, C, 1, 1].
-    """
-    shape = (len(x), len(w), *x.shape[2:])
-    if not (can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "pointwise" and _can_finish(shape, patch, residual)):
+
+def _run(
+    kernel: str,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None,
+    want_slope: bool,
+) -> Fused:
+    """Run a convolution in the library, or in torch where that cannot."""
+    groups = len(w) if kernel == "depthwise" else 1
+    shape = (len(x), len(w), *out_size)
+    runs = can_convolve(x, w, stride, padding, dilation, groups) == kernel and _can_finish(shape, patch, residual)
+    if not runs:
+        ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
+        after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
         with torch.no_grad():
-            y = F.conv2d(x, w, bias)
+            padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
+            y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
         return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
-    result, task, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
-    check(load().gf_pointwise_map(_POINTWISE.pack(*task, x.shape[1]), torch.get_num_threads()))  # type: ignore[union-attr]
+    result, fields, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
+    geometry = (*x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
+    library, threads = load(), torch.get_num_threads()
+    assert library is not None
+    if kernel == "depthwise":
+        check(library.gf_depthwise_map(_DEPTHWISE.pack(*fields, *geometry), threads))
+    else:
+        check(library.gf_dense_map(_DENSE.pack(*fields, x.shape[1], *geometry), threads))
     del held
     return result
 
