@@ -12,6 +12,8 @@ from gradfilter.errors import InputError
 from gradfilter.native import IDENTITY, Act, Fused
 from gradfilter.patches import Pair
 
+KERNELS = {"dense": native.dense, "depthwise": native.depthwise}
+"""The library's convolutions by name."""
 Sources = tuple[tuple[Tensor, int], ...]
 """Tensors, each with the version that is meant."""
 
@@ -38,10 +40,8 @@ class Convolution:
         self, x: Tensor, scale: Tensor | None, shift: Tensor | None, act: Act, patch: Pair, residual: Tensor | None
     ) -> Fused:
         """Compute act(conv(x)·scale + shift + residual)."""
-        if self.kernel == "pointwise":
-            return native.pointwise(x, self.w, self.b, scale, shift, act, patch, residual)
         where = self.stride, self.padding, self.dilation, self.size
-        return native.depthwise(x, self.w, self.b, *where, scale, shift, act, patch, residual)
+        return KERNELS[self.kernel](x, self.w, self.b, *where, scale, shift, act, patch, residual)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def find_convolution(
     if padding is None or not native.can_run(x):
         return None
     kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
-    if kernel is None:
+    if kernel is None or not native.prefers(w, stride, groups):
         return None
     h, width = (
         (n + 2 * p - d * (k - 1) - 1) // s + 1
