@@ -201,7 +201,13 @@ class PlannedLayer(Hook):
             patch = choices.tiling.patch_for(layout.size(x.shape))
             self.applied.patches[self.layer] = patch
             self.applied.log.join(choices.region, self.layer)
-            x = regrid(x, patch, choices) if is_live(x) else enter(x, choices, layout)
+            if not is_live(x):
+                x = enter(x, choices, layout)
+            elif patch == x.patch and reads_input(module):
+                x.appointed = module.weight, choices  # type: ignore[assignment]
+                return None
+            else:
+                x = regrid(x, patch, choices)
         return ((x, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: x})
 
     def find_layout(self, module: nn.Module, x: Tensor) -> Layout | str:
@@ -279,6 +285,11 @@ def find_features(x: Tensor) -> Layout | str:
     if x.dim() in (2, 3):
         return Layout(x.dim() - 2, x.dim() - 2, (x.shape[-2], 1))
     return Layout(1, 2) if x.dim() == 4 else f"features of shape {list(x.shape)}"
+
+
+def reads_input(module: nn.Module) -> bool:
+    """Tell whether a module does nothing but convolve its input with its own weight: then it needs no handle of its own."""
+    return type(module) is nn.Conv2d and module.padding_mode == "zeros" and "weight" in module._parameters
 
 
 def is_multiple(size: Sequence[int], grid: Pair) -> bool:

@@ -117,6 +117,7 @@ class PatchTensor(Handle):
         choices: What the latest planned layer decided.
         origin: How this tensor was made, where the next rule can make use of it (a conv before its batch norm).
         borrowed: Whether the value belongs to a tensor that somebody else still holds.
+        appointed: The weight of the planned layer that is about to read this tensor, and what that layer has decided.
         consumed: Whether a rule has used it, so that its gradient takes the carrier's way.
         ended: Whether the region ends at this very tensor.
         kept: What layers hold of the means, by patch, keep and precision, shared by all handles on the value.
@@ -127,6 +128,7 @@ class PatchTensor(Handle):
     choices: Choices
     origin: Any
     borrowed: bool = False
+    appointed: tuple[Tensor, Choices] | None = None
     consumed: bool = False
     ended: bool = False
     kept: dict[tuple[Any, ...], Kept]

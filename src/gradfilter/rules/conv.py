@@ -14,6 +14,7 @@ from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.recipe import Recipe, find_convolution, watch
+from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
 from gradfilter.tensor import (
@@ -170,6 +171,12 @@ def as_pair(value: Any) -> Pair:
     return (values[0], values[-1])
 
 
+def find_choices(x: PatchTensor, weight: Tensor) -> Choices:
+    """Return what the layer with this weight has decided for its input x; else what the layer before has."""
+    appointed, x.appointed = x.appointed, None
+    return appointed[1] if appointed is not None and appointed[0] is weight else x.choices
+
+
 @rule(torch.conv2d)
 def conv2d(
     func: Any,
@@ -184,7 +191,7 @@ def conv2d(
     """Run conv2d on the values and hand its carrier on."""
     if not is_live(input) or isinstance(weight, PatchTensor) or input.dim() != 4:
         return NotImplemented
-    x, recipe = input, None
+    x, recipe, choices = input, None, find_choices(input, weight)
     stride, dilation = as_pair(stride), as_pair(dilation)
     with torch.no_grad():
         value = pixels(x)
@@ -203,20 +210,20 @@ def conv2d(
         unpadded = x
     kernel = weight.shape[2], weight.shape[3]
     before = resolve_padding(padding, kernel, dilation, pads)
-    out_patch = x.choices.tiling.patch_for(map_size(y))
+    out_patch = choices.tiling.patch_for(map_size(y))
     axes = [
         Axis(
             kernel[i], stride[i], dilation[i], before[i], unpadded.shape[2 + i], y.shape[2 + i], unpadded.patch[i], out_patch[i]
         )
         for i in (0, 1)
     ]
-    lumped = x.choices.kernel == "lumped" and np.prod(kernel) > 1
+    lumped = choices.kernel == "lumped" and np.prod(kernel) > 1
     geometry = make_geometry(axes[0], axes[1], groups, lumped)
-    return finish_conv(x, unpadded, weight, bias, geometry, y, recipe)
+    return finish_conv(choices, unpadded, weight, bias, geometry, y, recipe)
 
 
 def finish_conv(
-    x: PatchTensor,
+    choices: Choices,
     read: PatchTensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -224,21 +231,21 @@ def finish_conv(
     y: Tensor,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Return the result of a convolution of x, which reads `read`: x itself, or what x is the padded map of.
+    """Return the result of a convolution that reads `read`: its input, or what that is the padded map of.
 
     With a recipe y is not computed yet, and only has its shape.
     """
     kept = None
     if weight.requires_grad:
         with torch.no_grad():
-            kept = keep_input(read, pool_input(read, geometry), x.choices, y.dtype)
+            kept = keep_input(read, pool_input(read, geometry), choices, y.dtype)
     carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
     if recipe is not None:
-        return defer(recipe, carrier, geometry.out_patch, x.choices, origin)
+        return defer(recipe, carrier, geometry.out_patch, choices, origin)
     if not carrier.requires_grad:
         return y
-    return wrap(y, carrier, geometry.out_patch, x.choices, origin)
+    return wrap(y, carrier, geometry.out_patch, choices, origin)
 
 
 @rule(torch.conv_transpose2d)
@@ -279,4 +286,4 @@ def conv_transpose2d(
         )
         for i in (0, 1)
     ]
-    return finish_conv(x, x, weight, bias, make_geometry(axes[0], axes[1], groups, False), y)
+    return finish_conv(x.choices, x, weight, bias, make_geometry(axes[0], axes[1], groups, False), y)
