@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfilter as gf
+from gradfilter import native
 from cases import MODELS, seeded
 from gradfilter.apply import exactly, find_applied
 from gradfilter.cli import main
@@ -72,7 +73,10 @@ def test_predicted_peak_is_that_of_the_allocator(name, batch, side):
         trial.step()
         for run in SIDES.values():
             predicted = run(model, lambda: predict_step(model, (images,), sum_outputs, make_sgd)).peak_bytes
-            assert predicted == pytest.approx(run(model, partial(measure_peak, trial.step, images.device)), rel=0.1)
+            with native.off():
+                assert predicted == pytest.approx(run(model, partial(measure_peak, trial.step, images.device)), rel=0.1)
+            # The library needs no more: what waits for an activation is never made.
+            assert run(model, partial(measure_peak, trial.step, images.device)) <= 1.1 * predicted
 
 
 @pytest.mark.parametrize("plan", [None, gf.Plan.last(1, gf.Backward(patch=4))], ids=["all", "last1"])

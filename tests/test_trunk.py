@@ -1,4 +1,7 @@
-"""A model run behind its trunk gives what it gives as a whole, to the last bit; or it is refused, with the reason."""
+"""A model run behind its trunk gives what it gives as a whole, to the last bit; or it is refused, with the reason.
+
+With the C library a whole model runs its trunk in fewer passes, of other rounding: then the two are close.
+"""
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradfilter as gf
+from gradfilter import native
 from gradfilter.bench.setup import shake_
 from gradfilter.bench.unet import UNet
 from gradfilter.errors import GradFilterError, SettingsError
@@ -42,6 +46,17 @@ def run(model, forward):
 
 def assert_replays(model, images, training=True, last=None):
     """Record on other images, compute the cut, train on: then a run from the cut is a run of the whole."""
+    with native.off():
+        record, whole, behind = run_both(model, images, training, last)
+    for expected, result in zip(whole[1:], behind[1:], strict=True):
+        assert expected.keys() == result.keys()
+        assert [name for name in expected if not torch.equal(expected[name], result[name])] == []
+    assert all(torch.equal(x, y) for x, y in zip(whole[0], behind[0], strict=True))
+    return record
+
+
+def run_both(model, images, training=True, last=None):
+    """Return the record, a run of the whole, and a run from the cut, each with outputs, gradients and buffers."""
     model.train(training)
     modes = {name: module.training for name, module in model.named_modules()}
     trunk, last = Trunk(model), last or len(images)
@@ -58,11 +73,7 @@ def assert_replays(model, images, training=True, last=None):
     whole = run(model, lambda: model(images.clone()))
     behind = run(model, lambda: trunk.run(record, [x.clone() for x in cut]))
     assert whole[1] or not training
-    for expected, result in zip(whole[1:], behind[1:], strict=True):
-        assert expected.keys() == result.keys()
-        assert [name for name in expected if not torch.equal(expected[name], result[name])] == []
-    assert all(torch.equal(x, y) for x, y in zip(whole[0], behind[0], strict=True))
-    return record
+    return record, whole, behind
 
 
 FILTERED = gf.Plan(
@@ -223,6 +234,18 @@ def make_plan(model: nn.Module, which: str) -> gf.Plan:
     names = list(find_layers(model))
     chosen = {"head": names[-1:], "last": names[-3:], "middle": names[len(names) // 2 :][:3]}[which]
     return gf.Plan({name: gf.Backward(patch=2) for name in chosen}, batch_norm="eval" if which == "head" else "train")
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library is not built")
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "mcunet-in3"])
+def test_a_network_replays_with_the_library(name):
+    model = shake_(make_model(name))
+    gf.apply_(model, make_plan(model, "middle"))
+    images = draw(2, 3, NETWORKS[name], NETWORKS[name]).contiguous(memory_format=torch.channels_last)
+    _, whole, behind = run_both(model, images)
+    assert whole[1].keys() == behind[1].keys()
+    for expected, result in zip((*whole[0], *whole[1].values()), (*behind[0], *behind[1].values()), strict=True):
+        assert (expected - result).norm() <= 1e-3 * expected.norm() + 1e-10
 
 
 @pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")

@@ -10,6 +10,8 @@ and whatever by-passes that (compiled and scripted code, transforms) calls opera
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,25 @@ METADATA: set[Any] = {
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 """What can be asked of a tensor without its values being there, or being shown to anybody."""
+
+
+_at_once = 0
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Let nothing wait, in all threads: for whoever looks at what each function gives."""
+    global _at_once
+    _at_once += 1
+    try:
+        yield
+    finally:
+        _at_once -= 1
+
+
+def may_wait() -> bool:
+    """Tell whether functions may wait for each other."""
+    return not _at_once
 
 
 class Watch:
@@ -105,6 +126,7 @@ def can_defer(x: Handle) -> bool:
         and x.dim() == 4
         and x.device.type == "cpu"
         and torch._C._len_torch_dispatch_stack() == 0
+        and not _at_once
         and not torch.is_autocast_enabled("cpu")
     )
 

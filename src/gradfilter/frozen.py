@@ -23,6 +23,7 @@ from gradfilter.deferred import (
     can_defer,
     make_placeholder,
     make_recipe,
+    may_wait,
     pixels,
     plain_torch,
     resolve,
@@ -195,6 +196,7 @@ def can_freeze(x: Any) -> bool:
         and not x.requires_grad
         and x.dim() == 4
         and native.can_run(x)
-        and torch._C._len_torch_function_stack() == 0
+        and may_wait()
+        and torch._C._len_torch_function_stack() == 0  # a record of calls knows plain tensors alone
         and not torch.is_autocast_enabled("cpu")
     )

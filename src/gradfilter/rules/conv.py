@@ -12,7 +12,7 @@ from gradfilter import patches
 from gradfilter.deferred import can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
+from gradfilter.patches import Axis, Pair, apply_axes, is_nhwc, make_pair, map_size
 from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
@@ -23,6 +23,7 @@ from gradfilter.tensor import (
     coarse,
     defer,
     is_live,
+    is_traced,
     keep_input,
     make_carrier,
     mean,
@@ -58,6 +59,10 @@ def orient(w: Tensor, geometry: Geometry) -> Tensor:
     if not geometry.is_transposed:
         return w
     return w.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+SHORT = 256
+"""Numbers of a kernel below which a product is no matter of passes over memory."""
 
 
 class Conv(CarrierFunction):
@@ -130,22 +135,44 @@ class ConvNorm(CarrierFunction):
         w = orient(w, ctx.geometry)
         sigma = (var + ctx.eps).sqrt()
         scale = 1 / sigma if gamma is None else gamma / sigma
-        # The folded kernel takes the scale, so that neither G nor gx is touched once more.
-        folded = (w * scale.to(w.dtype)[:, None, None, None]).to(g.dtype)
-        gx, gv = conv_gradients(g, kept, folded, ctx.geometry, need_gx=need_gx)
+        factor = scale.to(w.dtype)[:, None, None, None]
         total = g.sum((0, 2, 3)).to(sigma.dtype) if need_gb or need_gamma or need_beta else None
-        gw = gb = g_gamma = None
-        if need_gw:
-            assert gv is not None
-            gw = orient(gv.to(w.dtype) * scale.to(w.dtype)[:, None, None, None], ctx.geometry)
+        gw = gb = g_gamma = along = None
+        if scales_gradient(g, w, gamma):
+            gx, gw = conv_gradients(g * factor[:, 0], kept, w, ctx.geometry, need_gx=need_gx)
+            along = None if gw is None or not need_gamma else dot_kernels(gw, w) / scale
+        else:
+            gx, gv = conv_gradients(g, kept, (w * factor).to(g.dtype), ctx.geometry, need_gx=need_gx)
+            if gv is not None:
+                gv = gv.to(w.dtype)
+                along = dot_kernels(gv, w) if need_gamma else None
+                gw = gv * factor if need_gw else None
         if need_gb and b is not None:
             gb = total * scale
         if need_gamma:
-            assert gv is not None
-            shift = -mu if b is None else b - mu
-            g_gamma = ((gv.to(w.dtype) * w).sum((1, 2, 3)) + shift * total) / sigma
+            g_gamma = (along + (-mu if b is None else b - mu) * total) / sigma
         g_beta = total if need_beta else None
+        gw = orient(gw, ctx.geometry) if need_gw and gw is not None else None
         return gx, gw, gb, g_gamma, g_beta, None, None, None, None, None, None
+
+
+def scales_gradient(g: Tensor, w: Tensor, gamma: Tensor | None) -> bool:
+    """Tell whether γ/σ goes with the gradient, not with the kernel: each takes one pass over the smaller, and gw is then done.
+
+    ⟨gV, w⟩ is what is left of ⟨gw, w⟩ without γ/σ, so no γ may be 0. Reading that is free on a CPU alone.
+    """
+    if not (g.is_cpu or g.is_meta) or is_traced() or g.dtype != w.dtype or g.numel() >= w.numel():
+        return False
+    return gamma is None or g.is_meta or bool(gamma.count_nonzero() == len(gamma))
+
+
+def dot_kernels(gw: Tensor, w: Tensor) -> Tensor:
+    """Return ⟨gw, w⟩ per output channel, without a copy of either."""
+    if w[0].numel() < SHORT:
+        return (gw * w).sum((1, 2, 3))
+    if is_nhwc(gw) and is_nhwc(w):
+        gw, w = gw.permute(0, 2, 3, 1), w.permute(0, 2, 3, 1)
+    return torch.bmm(gw.reshape(len(w), 1, -1), w.reshape(len(w), -1, 1))[:, 0, 0]
 
 
 def resolve_padding(padding: str | int | tuple[int, ...], kernel: Pair, dilation: Pair, fold: tuple[int, ...]) -> Pair:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from gradfilter.tensor import plain_torch
+from gradfilter.deferred import at_once, plain_torch
 from gradfilter.train.record import (
     Call,
     Part,
@@ -127,7 +127,7 @@ class Trunk:
         """Record a forward pass, with gradients, so that what is trained shows."""
         images = images.clone()  # models may write into it
         recorder = Recorder(self.model, images)
-        with torch.enable_grad(), recorder:
+        with torch.enable_grad(), at_once(), recorder:
             output = self.model(images)
         return recorder.finish(images, output)
 
