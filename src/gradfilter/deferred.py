@@ -146,7 +146,7 @@ def wait(x: Handle, recipe: Recipe) -> None:
 def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
-    with plain_torch(), torch.no_grad():
+    with plain_torch(), torch.inference_mode(False), torch.no_grad():
         settle(x, x.recipe.run(IDENTITY, x.patch))
 
 
@@ -154,6 +154,7 @@ def settle(x: Handle, fused: Fused) -> None:
     """Give a deferred tensor its value, or that of a function of it that works in place."""
     x.recipe, x.value = None, fused.y
     SET_DATA(x, fused.y)
+    x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
     if fused.mean is not None:
         x.means[x.patch] = fused.mean
 

@@ -30,7 +30,7 @@ from gradfilter.deferred import (
     run_on_values,
     wait,
 )
-from gradfilter.recipe import Norm, Recipe, find_convolution, watch
+from gradfilter.recipe import Recipe, find_convolution, find_norm, watch
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -134,7 +134,7 @@ def conv2d(
         pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
         conv = find_convolution(value, weight, bias, *pairs, groups)
         if conv is not None:
-            return defer_frozen(Recipe(value, watch(x, weight, bias), conv))
+            return defer_frozen(Recipe(value, watch(x), conv))
     return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
 
 
@@ -154,7 +154,8 @@ def batch_norm(
     x = input
     if training or running_mean is None or running_var is None or not isinstance(x, FrozenTensor) or not can_defer(x):
         return NotImplemented
-    return defer_frozen(make_recipe(x).normalise(Norm(running_mean, running_var, weight, bias, eps)))
+    norm = find_norm(x, running_mean, running_var, weight, bias, eps)
+    return NotImplemented if norm is None else defer_frozen(make_recipe(x).normalise(norm))
 
 
 @frozen(*find_functions("add", "__add__", "__radd__", "__iadd__"))

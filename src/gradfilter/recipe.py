@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +21,7 @@ Sources = tuple[tuple[Tensor, int], ...]
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution that the library computes.
+    """A convolution that the library computes, with copies of its parameters: hooks may change those before it runs.
 
     Attributes:
         kernel: Which of the library's functions does.
@@ -46,7 +47,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm in eval mode: (x − μ)·γ/σ + β."""
+    """A batch norm in eval mode, (x − μ)·γ/σ + β, with copies of its parameters and statistics."""
 
     mu: Tensor
     var: Tensor
@@ -61,7 +62,7 @@ class Recipe:
 
     Attributes:
         x: The value that it starts from [N, C, H, W].
-        sources: The tensors that it reads.
+        sources: The maps that it reads.
         conv: The convolution.
         norm: The batch norm.
         residual: A value of the same shape as the result.
@@ -85,8 +86,7 @@ class Recipe:
 
     def normalise(self, norm: Norm) -> Recipe:
         """Return the recipe of a batch norm of this map."""
-        more = watch(norm.mu, norm.var, norm.gamma, norm.beta)
-        return replace(self, norm=norm, sources=(*self.sources, *more))
+        return replace(self, norm=norm)
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
         """Return the recipe of the sum with a residual, which is the value of `source`."""
@@ -126,8 +126,10 @@ def find_convolution(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or not native.can_run(x):
+    if padding is None or not native.can_run(x) or w.dim() != 4 or x.shape[1] != w.shape[1] * groups:
         return None
+    if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, len(w), x.dtype):
+        return None  # torch says what is wrong
     kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
     if kernel is None or not native.prefers(w, stride, groups):
         return None
@@ -135,4 +137,27 @@ def find_convolution(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
     )
-    return Convolution(kernel, w, b, stride, padding, dilation, groups, (h, width)) if min(h, width) > 0 else None
+    if min(h, width) < 1:
+        return None
+    return Convolution(kernel, copy(w), b if b is None else copy(b), stride, padding, dilation, groups, (h, width))
+
+
+def find_norm(x: Tensor, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Norm | None:
+    """Return a batch norm of x that can wait, `None` where torch refuses it."""
+    given = (mu, var, gamma, beta)
+    single = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    if not any(all(fits(v, x.shape[1], dtype) for v in given) for dtype in (x.dtype, single)):
+        return None
+    mu, var, gamma, beta = (v if v is None else copy(v) for v in given)  # type: ignore[assignment]
+    return Norm(mu, var, gamma, beta, eps)
+
+
+def fits(values: Tensor | None, channels: int, dtype: torch.dtype) -> bool:
+    """Tell whether there is one number per channel, or none at all."""
+    return values is None or (values.shape == (channels,) and values.dtype is dtype)
+
+
+def copy(x: Tensor) -> Tensor:
+    """Return a copy that nobody else can change."""
+    with torch.no_grad():
+        return x.detach().clone()
