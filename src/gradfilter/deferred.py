@@ -104,7 +104,7 @@ def can_defer(x: Handle) -> bool:
         not x.watch.closed
         and x.dim() == 4
         and x.device.type == "cpu"
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not native.is_watched()
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -63,7 +63,7 @@ class FrozenTensor(Handle):
         kwargs = kwargs or {}
         with plain_torch():
             if func in METADATA:
-                return func(*args, **kwargs)
+                return func(*(x.value if isinstance(x, FrozenTensor) else x for x in args), **kwargs)
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, FrozenTensor)]
             for x in given:
                 x.watch.settle()
@@ -77,12 +77,15 @@ class FrozenTensor(Handle):
                     return y
             args = tree_map_only(FrozenTensor, give, args)
             kwargs = {key: tree_map_only(FrozenTensor, give, value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # In place, x itself is the result, unless it has a gradient now: that is its value's.
+        return next((x for x in given if x.value is result and not result.requires_grad), result)
 
 
 def needs_gradient(x: Any) -> bool:
-    """Tell whether an argument makes the result of a function need a gradient."""
-    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+    """Tell whether an argument makes the result of a function need a gradient: a frozen map does if it was told to."""
+    value = x.value if isinstance(x, FrozenTensor) else x
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def give(x: FrozenTensor) -> Tensor:
@@ -181,6 +184,8 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FrozenTensor) or x.recipe is None:
         return NotImplemented
     start, end, slope = find_step(func, args, kwargs)
+    if start > end:
+        return NotImplemented
     inplace = is_inplace(func, kwargs)
     with torch.no_grad():
         fused = run_act(x, make_act(start, end, slope), inplace)
