@@ -120,20 +120,19 @@ def pixels(x: Tensor) -> Tensor:
 
 
 def can_defer(x: Handle) -> bool:
-    """Tell whether the next function of x may wait: x is an ordinary map on a CPU that nobody outside can change."""
+    """Tell whether the next function of x may wait: the library can read x, and nobody outside can change it."""
     return (
         not x.watch.closed
         and x.dim() == 4
-        and x.device.type == "cpu"
-        and torch._C._len_torch_dispatch_stack() == 0
         and not _at_once
+        and (x.recipe is not None or native.can_run(x.value))
         and not torch.is_autocast_enabled("cpu")
     )
 
 
 def make_recipe(x: Handle) -> Recipe:
     """Return a recipe to go on from: the one of a deferred convolution, else one that starts from the value of x."""
-    if x.recipe is not None and x.recipe.norm is None and x.recipe.residual is None:
+    if x.recipe is not None and x.recipe.scale is None and x.recipe.residual is None:
         return x.recipe
     return Recipe(pixels(x), watch(x))
 
@@ -168,7 +167,7 @@ def wait(x: Handle, recipe: Recipe) -> None:
 def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
-    with plain_torch(), torch.no_grad():
+    with plain_torch(), torch.inference_mode(False), torch.no_grad():
         settle(x, x.recipe.run(IDENTITY, x.patch))
 
 
@@ -176,6 +175,7 @@ def settle(x: Handle, fused: Fused) -> None:
     """Give a deferred tensor its value, or that of a function of it that works in place."""
     x.recipe, x.value = None, fused.y
     SET_DATA(x, fused.y)
+    x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
     if fused.mean is not None:
         x.means[x.patch] = fused.mean
 
@@ -189,8 +189,6 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
         if not native.can_run(x.value):
             return None
         return native.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
-    if not x.recipe.is_native:
-        return None
     fused = x.recipe.run(act, x.patch)
     if inplace:
         settle(x, fused)

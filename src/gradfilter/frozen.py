@@ -31,7 +31,7 @@ from gradfilter.deferred import (
     run_on_values,
     wait,
 )
-from gradfilter.recipe import Norm, Recipe, find_convolution, watch
+from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -64,7 +64,7 @@ class FrozenTensor(Handle):
         kwargs = kwargs or {}
         with plain_torch():
             if func in METADATA:
-                return func(*args, **kwargs)
+                return func(*(x.value if isinstance(x, FrozenTensor) else x for x in args), **kwargs)
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, FrozenTensor)]
             for x in given:
                 x.watch.settle()
@@ -78,12 +78,15 @@ class FrozenTensor(Handle):
                     return y
             args = tree_map_only(FrozenTensor, give, args)
             kwargs = {key: tree_map_only(FrozenTensor, give, value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # In place, x itself is the result, unless it has a gradient now: that is its value's.
+        return next((x for x in given if x.value is result and not result.requires_grad), result)
 
 
 def needs_gradient(x: Any) -> bool:
-    """Tell whether an argument makes the result of a function need a gradient."""
-    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+    """Tell whether an argument makes the result of a function need a gradient: a frozen map does if it was told to."""
+    value = x.value if isinstance(x, FrozenTensor) else x
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def give(x: FrozenTensor) -> Tensor:
@@ -135,7 +138,7 @@ def conv2d(
         pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
         conv = find_convolution(value, weight, bias, *pairs, groups)
         if conv is not None:
-            return defer_frozen(Recipe(value, watch(x, weight, bias), conv))
+            return defer_frozen(Recipe(value, watch(x), conv))
     return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
 
 
@@ -155,7 +158,8 @@ def batch_norm(
     x = input
     if training or running_mean is None or running_var is None or not isinstance(x, FrozenTensor) or not can_defer(x):
         return NotImplemented
-    return defer_frozen(make_recipe(x).normalise(Norm(running_mean, running_var, weight, bias, eps)))
+    recipe = make_recipe(x).normalise(running_mean, running_var, weight, bias, eps)
+    return NotImplemented if recipe is None else defer_frozen(recipe)
 
 
 @frozen(*find_functions("add", "__add__", "__radd__", "__iadd__"))
@@ -181,6 +185,8 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FrozenTensor) or x.recipe is None:
         return NotImplemented
     start, end, slope = find_step(func, args, kwargs)
+    if start > end:
+        return NotImplemented
     inplace = is_inplace(func, kwargs)
     with torch.no_grad():
         fused = run_act(x, make_act(start, end, slope), inplace)

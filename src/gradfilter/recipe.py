@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from gradfilter import native
@@ -20,7 +20,7 @@ Sources = tuple[tuple[Tensor, int], ...]
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution that the library computes.
+    """A convolution that the library computes, with copies of its parameters: hooks may change those before it runs.
 
     Attributes:
         kernel: Which of the library's functions does.
@@ -45,32 +45,23 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A batch norm in eval mode: (x − μ)·γ/σ + β."""
-
-    mu: Tensor
-    var: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True)
 class Recipe:
-    """A map as a function of tensors that are there: y = norm(conv(x)) + residual, each of the three where there is one.
+    """A map as a function of tensors that are there: y = conv(x)·scale + shift + residual, each of them where there is one.
 
     Attributes:
         x: The value that it starts from [N, C, H, W].
-        sources: The tensors that it reads.
+        sources: The maps that it reads.
         conv: The convolution.
-        norm: The batch norm.
+        scale: γ/σ of a batch norm in eval mode, per channel.
+        shift: Its β − μ·γ/σ.
         residual: A value of the same shape as the result.
     """
 
     x: Tensor
     sources: Sources
     conv: Convolution | None = None
-    norm: Norm | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
     residual: Tensor | None = None
 
     @property
@@ -78,43 +69,35 @@ class Recipe:
         """The shape of the result."""
         return tuple(self.x.shape) if self.conv is None else (len(self.x), len(self.conv.w), *self.conv.size)
 
-    @property
-    def is_native(self) -> bool:
-        """Tell whether one pass computes it, with any activation behind it."""
-        return native.can_run(self.x)
+    def normalise(
+        self, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float
+    ) -> Recipe | None:
+        """Return the recipe of a batch norm of this map, `None` where torch refuses it.
 
-    def normalise(self, norm: Norm) -> Recipe:
-        """Return the recipe of a batch norm of this map."""
-        more = watch(norm.mu, norm.var, norm.gamma, norm.beta)
-        return replace(self, norm=norm, sources=(*self.sources, *more))
+        Hooks may change parameters before it runs: what it needs of them is computed here.
+        """
+        given, dtype = (mu, var, gamma, beta), self.x.dtype
+        single = torch.float32 if dtype is torch.bfloat16 else dtype
+        if not any(all(fits(v, self.shape[1], kind) for v in given) for kind in (dtype, single)):
+            return None
+        scale, shift = native.fold(gamma, beta, mu, var, eps)
+        return replace(self, scale=scale, shift=shift)
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
         """Return the recipe of the sum with a residual, which is the value of `source`."""
         return replace(self, residual=residual, sources=(*self.sources, *watch(source)))
 
     def run(self, act: Act = IDENTITY, patch: Pair = (1, 1)) -> Fused:
-        """Compute the map, or an activation of it where the pass is native, and what the pass tells beside it."""
+        """Compute an activation of the map, or the map itself, and what the pass tells beside it."""
         for source, version in self.sources:
             if source._version != version:
                 raise InputError(
                     f"a tensor of shape {list(source.shape)} was changed in place between a layer that reads it and the "
                     "function behind that layer, by code that by-passes torch's functions. Use the out-of-place function."
                 )
-        norm = self.norm
-        if self.is_native:
-            scale = shift = None
-            if norm is not None:
-                scale, shift = native.fold(norm.gamma, norm.beta, norm.mu, norm.var, norm.eps)
-            if self.conv is None:
-                return native.norm_act(self.x, scale, shift, act, patch, self.residual)
-            return self.conv.run(self.x, scale, shift, act, patch, self.residual)
-        assert act == IDENTITY
-        y, conv = self.x, self.conv
-        if conv is not None:
-            y = F.conv2d(y, conv.w, conv.b, conv.stride, conv.padding, conv.dilation, conv.groups)
-        if norm is not None:
-            y = F.batch_norm(y, norm.mu, norm.var, norm.gamma, norm.beta, False, 0.0, norm.eps)
-        return Fused(y if self.residual is None else y + self.residual, None, None)
+        if self.conv is None:
+            return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual)
+        return self.conv.run(self.x, self.scale, self.shift, act, patch, self.residual)
 
 
 def watch(*tensors: Tensor | None) -> Sources:
@@ -126,8 +109,10 @@ def find_convolution(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or not native.can_run(x):
+    if padding is None or not native.can_run(x) or w.dim() != 4 or x.shape[1] != w.shape[1] * groups:
         return None
+    if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, len(w), x.dtype):
+        return None  # torch says what is wrong
     kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
     if kernel is None or not native.prefers(w, stride, groups):
         return None
@@ -135,4 +120,17 @@ def find_convolution(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
     )
-    return Convolution(kernel, w, b, stride, padding, dilation, groups, (h, width)) if min(h, width) > 0 else None
+    if min(h, width) < 1:
+        return None
+    return Convolution(kernel, copy(w), b if b is None else copy(b), stride, padding, dilation, groups, (h, width))
+
+
+def fits(values: Tensor | None, channels: int, dtype: torch.dtype) -> bool:
+    """Tell whether there is one number per channel, or none at all."""
+    return values is None or (values.shape == (channels,) and values.dtype is dtype)
+
+
+def copy(x: Tensor) -> Tensor:
+    """Return a copy that nobody else can change."""
+    with torch.no_grad():
+        return x.detach().clone()

@@ -154,6 +154,8 @@ class PatchTensor(Handle):
                 return None
             if func in METADATA:
                 return func(*args, **kwargs)
+            if func is Tensor.tolist:  # which torch refuses for tensors with a `__torch_dispatch__`
+                return pixels(args[0]).tolist()
             values = (args, tuple(kwargs.values()))
             given = find_patch_tensors(values)
             for x in given:

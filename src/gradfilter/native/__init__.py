@@ -8,7 +8,7 @@ switches the library off: then everything runs in torch, with equal results.
 
 from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise, prefers
 from gradfilter.native.fused import fold, norm_act
-from gradfilter.native.library import can_run, find_library, is_on, load, off
+from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
 from gradfilter.native.pooling import pool_mean, pool_sum, unpool
 from gradfilter.native.reference import torch_norm_act, torch_unpool
@@ -34,6 +34,7 @@ __all__ = [
     "find_library",
     "fold",
     "is_on",
+    "is_watched",
     "load",
     "norm_act",
     "off",

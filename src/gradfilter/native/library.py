@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,17 @@ def off() -> Iterator[None]:
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    return not _off and load() is not None and not torch._C._len_torch_dispatch_stack()
+    return not _off and load() is not None and not is_watched()
+
+
+def is_watched() -> bool:
+    """Tell whether somebody follows torch's operators one by one: a mode, a tracer, a transform, forward differentiation."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def can_run(x: Tensor) -> bool:

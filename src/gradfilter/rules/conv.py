@@ -225,7 +225,7 @@ def conv2d(
         zeros = None if isinstance(padding, str) else as_pair(padding)
         conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_defer(x) else None
         if conv is not None:
-            recipe = Recipe(value, watch(x, weight, bias), conv)
+            recipe = Recipe(value, watch(x), conv)
             y = make_carrier(recipe.shape, value)
         else:
             y = func(value, weight, bias, stride, padding, dilation, groups)

@@ -151,7 +151,7 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_live(x):
         return NotImplemented
     start, end, slope = find_step(func, args, kwargs)
-    if slope < 0:
+    if slope < 0 or start > end:
         return NotImplemented
     with torch.no_grad():
         fused = run_act(x, make_act(start, end, slope), inplace) if is_map(x, x.spatial) else None

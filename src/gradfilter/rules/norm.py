@@ -13,7 +13,6 @@ from gradfilter.errors import InputError
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Pair, is_map, make_areas, map_size
-from gradfilter.recipe import Norm
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import (
     EXPECTED_EXITS,
@@ -168,7 +167,7 @@ def batch_norm(
         return finish_norm(x, weight, bias, mu, inverse, y)
     recipe = None
     if running_mean is not None and running_var is not None and can_defer(x):
-        recipe = make_recipe(x).normalise(Norm(running_mean, running_var, weight, bias, eps))
+        recipe = make_recipe(x).normalise(running_mean, running_var, weight, bias, eps)
     if recipe is None:
         with torch.no_grad():
             y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
