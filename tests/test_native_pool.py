@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from gradfilter import native, patches
 from gradfilter.rules import pooling
+from gradfilter.tensor import Choices, PatchTensor, enter
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
 LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
 FILLS = ("ties", "numbers", "nan", "low")
+
+POOLINGS = {
+    "resnet": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "halves": lambda x: F.max_pool2d(x, [2, 2]),
+    "odd": lambda x: torch.max_pool2d(x, (2, 3), (1, 2), (1, 1), (2, 1), ceil_mode=True),
+    "wide": lambda x: F.max_pool2d(x, kernel_size=5, stride=1, padding=2),
+}
 
 pairs = st.tuples(st.integers(1, 5), st.integers(1, 5))
 quick = settings(deadline=None, max_examples=200)
@@ -104,3 +112,54 @@ class TestMaxPool:
 
     def test_maps_past_the_caches(self):
         assert check(make_map((2, 64, 290, 290), "ties", 3), ((3, 3), (2, 2), (1, 1), (1, 1), False), (4, 4), (4, 4))
+
+
+def run_rule(call, x, patch, seed):
+    """Return the maxima, their means, and the gradient of x for a drawn gradient of the carrier."""
+    x = x.detach().requires_grad_()
+    y = call(enter(x, Choices("layer", patches.Tiling(patch=patch))))
+    assert isinstance(y, PatchTensor), "the rule did not run: this was an exit"
+    g = torch.randn(y.carrier.shape, generator=torch.Generator().manual_seed(seed))
+    return y.detach(), y.means, torch.autograd.grad(y.carrier, x, g)[0]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Note the calls of the library's max pooling."""
+    calls, run = [], native.max_pool
+    monkeypatch.setattr(native, "max_pool", lambda *args: calls.append(args) or run(*args))
+    return calls
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("patch", [(1, 1), (2, 2), (3, 1), (4, 4), (30, 30)], ids=str)
+def test_the_rule_equals_its_torch_path(name, patch, calls):
+    call, x = POOLINGS[name], make_map((2, 24, 13, 18), "ties", 4)
+    y, means, gx = run_rule(call, x, patch, 5)
+    assert len(calls) == 1
+    with native.off():
+        want_y, _, want_gx = run_rule(call, x, patch, 5)
+    assert len(calls) == 1
+    assert torch.equal(y, want_y)
+    assert torch.equal(gx, want_gx)
+    for side, mean in means.items():
+        torch.testing.assert_close(mean, patches.pool_mean(want_y, side))
+    assert bool(means) == (patch != (1, 1))
+
+
+def test_what_the_library_does_not_cover_runs_in_torch(calls):
+    call, x = POOLINGS["resnet"], make_map((2, 24, 13, 18), "ties", 6)
+    others = (x.contiguous(), x.double(), x[:, :15].contiguous(memory_format=torch.channels_last), x[..., ::2])
+    for other in others:
+        assert torch.equal(run_rule(call, other, (2, 2), 7)[0], call(other))
+    low = make_map((1, 16, 1, 9), "ties", 8)  # row -1 and row 1 of a map of one row
+    y = run_rule(lambda x: F.max_pool2d(x, (2, 1), 1, (1, 0), (2, 1)), low, (2, 2), 9)[0]
+    assert (y == -math.inf).all()
+    assert not calls
+
+
+def test_arguments_that_torch_refuses_raise_its_errors():
+    x = enter(make_map((1, 16, 6, 6), "ties", 10).requires_grad_(), Choices("layer", patches.Tiling(patch=(2, 2))))
+    for options in ((3, 0), ((2, 2, 2),), (2, 2, 2), (9,)):
+        with pytest.raises(RuntimeError):
+            F.max_pool2d(x, *options)  # type: ignore[call-overload]
