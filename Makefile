@@ -21,11 +21,13 @@ native:
 	cp build/native/libgradfilter.so src/gradfilter/native/
 
 # Its tests under the address and undefined-behaviour sanitizers. Python itself leaks on leaving: leaks are not looked for.
+# torch's exceptions need the C++ library beside the sanitizer's.
 sanitize: setup
 	cmake -S src/gradfilter/native -B build/sanitize -DSANITIZE=ON
 	cmake --build build/sanitize
-	LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	GRADFILTER_NATIVE_LIBRARY=build/sanitize/libgradfilter.so $(BIN)/python -m pytest -q tests/test_native.py
+	LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 GRADFILTER_NATIVE_LIBRARY=build/sanitize/libgradfilter.so \
+	$(BIN)/python -m pytest -q tests/test_native.py tests/test_native_pool.py
 
 demo: setup
 	$(BIN)/gradfilter train --config examples/digits.yaml --exact --out runs/digits-exact --overwrite

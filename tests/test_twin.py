@@ -105,7 +105,7 @@ def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil
     spans = [(start, start + dilation * (kernel - 1)) for start in starts]
     x.patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])  # type: ignore[attr-defined]
     cells = min(out_patch[0], y.shape[2]), min(out_patch[1], y.shape[3])
-    windows = pooling.find_windows(x, y, cells, (spans[0], spans[1]))  # type: ignore[arg-type]
+    windows = pooling.find_windows(x, patches.map_size(y), cells, (spans[0], spans[1]))  # type: ignore[arg-type]
     assume(windows.reach[0] * windows.reach[1] * pooling.count_bits(windows) <= 53)
     want = pooling.count_scattered(indices, size[1], windows)
     assert torch.equal(pooling.count_packed(indices, size[1], windows, torch.float64), want)

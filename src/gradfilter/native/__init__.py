@@ -2,13 +2,15 @@
 
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `depthwise`, `dense`
 and `pointwise` are convolutions that end in such a pass; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
-`empty` makes large tensors on blocks that come back. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`,
-switches the library off: then everything runs in torch, with equal results.
+`max_pool` is max pooling with the cells in which the maxima lie; `empty` makes large tensors on blocks that come back.
+`GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
+with equal results.
 """
 
 from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
+from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
 from gradfilter.native.pooling import pool_mean, pool_sum, unpool
 from gradfilter.native.reference import torch_norm_act, torch_unpool
@@ -25,8 +27,11 @@ __all__ = [
     "Act",
     "BlockBytes",
     "Fused",
+    "Pooled",
+    "Taps",
     "block_bytes",
     "can_convolve",
+    "can_max_pool",
     "can_run",
     "dense",
     "depthwise",
@@ -36,6 +41,7 @@ __all__ = [
     "is_on",
     "is_watched",
     "load",
+    "max_pool",
     "norm_act",
     "off",
     "plain_memory",

@@ -8,8 +8,8 @@
 
 #include "vec.h"
 
-/* Bytes from which on a map does not stay in any cache until it is read again; pixels to fetch ahead of where y is. */
-enum { STREAMED = 1 << 23, AHEAD = 4 };
+/* Pixels to fetch ahead of where y is. */
+enum { AHEAD = 4 };
 
 /* Some vectors of channels of one cell. */
 typedef struct {
@@ -70,28 +70,7 @@ static cell_fn *const CELLS[3][2][2][2] = {{ROW_OF(GF_IDENTITY, 0), ROW_OF(GF_ID
                                            {ROW_OF(GF_CLAMP, 0), ROW_OF(GF_CLAMP, 1)},
                                            {ROW_OF(GF_LEAKY, 0), ROW_OF(GF_LEAKY, 1)}};
 
-GF_INLINE void put_counts(void *to, int64_t at, gf_ints count, int bytes) {
-    if (bytes == 1) {
-        typedef uint8_t small __attribute__((vector_size(GF_LANES)));
-        const small narrow = __builtin_convertvector(count, small);
-        memcpy((uint8_t *)to + at, &narrow, sizeof narrow);
-    } else if (bytes == 2) {
-        typedef int16_t small __attribute__((vector_size(2 * GF_LANES)));
-        const small narrow = __builtin_convertvector(count, small);
-        memcpy((int16_t *)to + at, &narrow, sizeof narrow);
-    } else {
-        memcpy((int32_t *)to + at, &count, sizeof count);
-    }
-}
-
 static int is_smooth(const gf_norm_act *t) { return t->kind > GF_LEAKY; }
-
-/* Tell whether y bypasses the caches: larger than they are, and made of whole cache lines per pixel. */
-static int is_streamed(const gf_norm_act *t) {
-    const gf_map *m = &t->map;
-    const int64_t bytes = m->n * m->c * m->h * m->w * (int64_t)sizeof(float);
-    return GF_CAN_STREAM && !is_smooth(t) && bytes >= STREAMED && m->c % 16 == 0 && (uintptr_t)t->y % 64 == 0;
-}
 
 /* Smooth activations: y = x, then the library's own pass over y. */
 static void finish_smooth(const gf_norm_act *t, int64_t image, int64_t row, void *scratch) {
@@ -105,7 +84,7 @@ static void finish_smooth(const gf_norm_act *t, int64_t image, int64_t row, void
 static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int64_t image, int64_t row, int64_t vector,
                         void *scratch) {
     const gf_map *m = &t->map;
-    const int smooth = is_smooth(t), streamed = is_streamed(t);
+    const int smooth = is_smooth(t), streamed = !smooth && gf_is_streamed(&t->map, t->y);
     void *mean = smooth ? NULL : t->mean, *slope = smooth || t->kind == GF_IDENTITY ? NULL : t->slope;
     const float *residual = smooth ? NULL : t->residual;
     cell_fn *const *run = CELLS[smooth ? GF_IDENTITY : t->kind][residual != NULL][streamed];
@@ -131,7 +110,7 @@ static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int
             run[v - 1](&q, sums, flat);
             for (int64_t k = 0, to = at + c; k < v; k++, to += GF_LANES) {
                 if (mean) gf_store((float *)mean + to, t->sums ? sums[k] : sums[k] / (float)area);
-                if (slope) put_counts(slope, to, flat[k] + area, t->count_bytes);
+                if (slope) gf_put_counts(slope, to, flat[k] + area, t->count_bytes);
             }
         }
     }

@@ -65,6 +65,30 @@ GF_INLINE void gf_stream(float *to, gf_vec value) { gf_store(to, value); }
 GF_INLINE void gf_fence(void) {}
 #endif
 
+/* Bytes from which on a map does not stay in any cache until it is read again. */
+enum { GF_STREAMED = 1 << 23 };
+
+/* Tell whether a map of floats is written past the caches: larger than they are, and whole cache lines per pixel. */
+GF_INLINE int gf_is_streamed(const gf_map *m, const void *y) {
+    const int64_t bytes = m->n * m->c * m->h * m->w * (int64_t)sizeof(float);
+    return GF_CAN_STREAM && bytes >= GF_STREAMED && m->c % 16 == 0 && (uintptr_t)y % 64 == 0;
+}
+
+/* Write a vector of counts as integers of 1, 2 or 4 bytes, the vector's first at index `at`. */
+GF_INLINE void gf_put_counts(void *to, int64_t at, gf_ints count, int bytes) {
+    if (bytes == 1) {
+        typedef uint8_t small __attribute__((vector_size(GF_LANES)));
+        const small narrow = __builtin_convertvector(count, small);
+        memcpy((uint8_t *)to + at, &narrow, sizeof narrow);
+    } else if (bytes == 2) {
+        typedef int16_t small __attribute__((vector_size(2 * GF_LANES)));
+        const small narrow = __builtin_convertvector(count, small);
+        memcpy((int16_t *)to + at, &narrow, sizeof narrow);
+    } else {
+        memcpy((int32_t *)to + at, &count, sizeof count);
+    }
+}
+
 /* Where vector i of `channels` numbers begins: the last one overlaps the one before it. */
 GF_INLINE int64_t gf_vec_start(int64_t i, int64_t channels) {
     const int64_t start = i * GF_LANES;

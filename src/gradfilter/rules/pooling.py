@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradfilter import native
 from gradfilter.patches import Pair, count_cells, count_dtype, is_nhwc, make_areas, map_size, pool_sum
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
@@ -48,13 +50,13 @@ Spans = tuple[np.ndarray, np.ndarray]
 """Along one axis, the first and the last pixel of each window; they may lie in the padding."""
 
 
-def find_windows(x: PatchTensor, y: Tensor, out_patch: Pair, spans: tuple[Spans, Spans]) -> Windows:
-    """Return the windows of a max pooling from x to y."""
+def find_windows(x: PatchTensor, size: Pair, out_patch: Pair, spans: tuple[Spans, Spans]) -> Windows:
+    """Return the windows of a max pooling from x to a map of `size`."""
     first, reach = [], []
     for i, (start, end) in enumerate(spans):
-        begin = np.arange(0, y.shape[2 + i], out_patch[i])
+        begin = np.arange(0, size[i], out_patch[i])
         low = np.maximum(start[begin], 0) // x.patch[i]
-        last = np.minimum(begin + out_patch[i], y.shape[2 + i]) - 1
+        last = np.minimum(begin + out_patch[i], size[i]) - 1
         high = np.minimum(end[last], x.shape[2 + i] - 1) // x.patch[i]
         first.append(low)
         reach.append(int((high - low).max()) + 1)
@@ -139,9 +141,9 @@ class MaxPool(CarrierFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, indices: Tensor, width: int, windows: Windows, y: Tensor) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, winners: Tensor, windows: Windows, y: Tensor) -> Tensor:
         ctx.windows, ctx.size, ctx.shape = windows, map_size(y), carrier.shape
-        ctx.save_for_backward(count_winners(indices, width, windows))
+        ctx.save_for_backward(winners)
         return make_carrier((*y.shape[:2], *count_cells(ctx.size, windows.out_patch)), y)
 
     @staticmethod
@@ -152,16 +154,58 @@ class MaxPool(CarrierFunction):
         if winners.dim() == 4:
             winners = F.one_hot(winners.long(), places)
         share = (g / make_areas(ctx.size, ctx.windows.out_patch, g))[..., None] * winners.to(g.dtype)
-        gx = g.new_zeros(*ctx.shape[:2], ctx.shape[2] * ctx.shape[3])
-        gx.index_add_(2, ctx.windows.target(g.device), share.reshape(*ctx.shape[:2], -1))
-        return gx.reshape(ctx.shape), None, None, None, None
+        n, c, h, w = ctx.shape
+        last = share.stride(1) == 1  # then channels are together in the result, too
+        gx = g.new_zeros(n, h * w, c).transpose(1, 2) if last else g.new_zeros(n, c, h * w)
+        gx.index_add_(2, ctx.windows.target(g.device), share.reshape(n, c, -1))
+        return gx.reshape(ctx.shape), None, None, None
 
 
 def route(x: PatchTensor, y: Tensor, indices: Tensor, spans: tuple[Spans, Spans]) -> Tensor:
     """Return the result of a max pooling whose gradient goes where the maxima were."""
     patch = x.choices.tiling.patch_for(map_size(y))
-    windows = find_windows(x, y, patch, spans)
-    return finish(x, y, MaxPool.apply(x.carrier, indices, x.shape[3], windows, y), patch=patch)  # type: ignore[arg-type]
+    windows = find_windows(x, map_size(y), patch, spans)
+    with torch.no_grad():
+        winners = count_winners(indices, x.shape[3], windows)
+    return finish(x, y, MaxPool.apply(x.carrier, winners, windows, y), patch=patch)  # type: ignore[arg-type]
+
+
+def find_taps(x: PatchTensor, windows: Windows, spans: tuple[Spans, Spans], dilation: Pair) -> list[native.Taps]:
+    """Return per axis where the taps of the windows are, and in which of the cells in reach."""
+    taps = []
+    for i, (start, end) in enumerate(spans):
+        pixel = np.arange(0, end[0] - start[0] + 1, dilation[i]) + start[:, None]
+        inside = (pixel >= 0) & (pixel < x.shape[2 + i])
+        lead = inside.argmax(1)
+        pixel += lead[:, None] * dilation[i]
+        cell = np.repeat(windows.first[i], windows.out_patch[i])[: len(start)]
+        place = pixel // windows.in_patch[i] - cell[:, None]
+        taps.append(native.Taps(pixel[:, 0], inside.sum(1), place, dilation[i], windows.reach[i]))
+    return taps
+
+
+def route_taps(x: PatchTensor, size: Pair, spans: tuple[Spans, Spans], dilation: Pair) -> Tensor | None:
+    """Return what `route` returns, from the library; `None` where a window sees nothing but padding."""
+    patch = x.choices.tiling.patch_for(size)
+    windows = find_windows(x, size, patch, spans)
+    rows, columns = find_taps(x, windows, spans, dilation)
+    if not (rows.count.all() and columns.count.all()):
+        return None
+    y, mean, winners = native.max_pool(pixels(x), rows, columns, patch)
+    return finish(x, y, MaxPool.apply(x.carrier, winners, windows, y), patch=patch, mean=mean)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def find_size(size: Pair, *options: Any) -> Pair:
+    """Return the size of a map of `size` after max pooling, or raise as torch does; torch's own answer takes a while."""
+    return map_size(F.max_pool2d(torch.empty((1, 1, *size), device="meta"), *options))
+
+
+def find_spans(size: Pair, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Spans, Spans]:
+    """Return per axis the spans of the windows of a max pooling to a map of `size`."""
+    steps = zip(*map(as_pair, (kernel_size, stride, padding, dilation)), size, strict=True)
+    rows, columns = ((start := np.arange(n) * s - p, start + d * (k - 1)) for k, s, p, d, n in steps)
+    return rows, columns
 
 
 @rule(F.max_pool2d, torch.max_pool2d)
@@ -178,11 +222,17 @@ def max_pool2d(
     """Take the maxima of windows: `MaxPool`."""
     if not is_live(input) or return_indices or input.dim() != 4:
         return NotImplemented
+    value, result = pixels(input), None
+    if native.can_max_pool(value):
+        options = (tuple(v) if isinstance(v, list) else v for v in (kernel_size, stride, padding, dilation, ceil_mode))
+        size = find_size(map_size(value), *options)
+        spans = find_spans(size, kernel_size, stride or kernel_size, padding, dilation)
+        result = route_taps(input, size, spans, as_pair(dilation))
+    if result is not None:
+        return result
     with torch.no_grad():
-        y, indices = F.max_pool2d(pixels(input), kernel_size, stride, padding, dilation, ceil_mode, return_indices=True)
-    steps = zip(*map(as_pair, (kernel_size, stride or kernel_size, padding, dilation)), map_size(y), strict=True)
-    rows, columns = ((start := np.arange(n) * s - p, start + d * (k - 1)) for k, s, p, d, n in steps)
-    return route(input, y, indices, (rows, columns))
+        y, indices = F.max_pool2d(value, kernel_size, stride, padding, dilation, ceil_mode, return_indices=True)
+    return route(input, y, indices, find_spans(map_size(y), kernel_size, stride or kernel_size, padding, dilation))
 
 
 @rule(F.adaptive_max_pool2d)

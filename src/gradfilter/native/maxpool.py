@@ -1,0 +1,96 @@
+"""Max pooling that leaves patch means behind, and in which of the cells in reach the maxima lie."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradfilter.native.library import can_run, check, load
+from gradfilter.native.memory import empty
+from gradfilter.native.values import Pair, count_cells, count_dtype
+
+_TASK = struct.Struct("6q 2i 6Q 9q")
+"""`gf_max_pool` of maxpool.h."""
+_LEAST_CHANNELS = 16
+"""The widest vector of any level of the instruction set."""
+MOST_PLACES = 255
+"""Places in reach that a byte can name: those of the winners at patch 1."""
+
+
+class Taps(NamedTuple):
+    """Along one axis, where the windows of a max pooling meet the map.
+
+    Attributes:
+        first: For each output pixel, the first pixel of its window on the map.
+        count: How many taps of the window are on the map.
+        place: The place in reach of each of those taps, ascending [out, kernel]; what follows them is not read.
+        dilation: Pixels from one tap to the next.
+        reach: How many input cells the windows of one output cell can reach.
+    """
+
+    first: np.ndarray
+    count: np.ndarray
+    place: np.ndarray
+    dilation: int
+    reach: int
+
+
+class Pooled(NamedTuple):
+    """The result of a max pooling.
+
+    Attributes:
+        y: The maxima.
+        mean: Their patch means [N, C, H', W']; `None` at patch 1.
+        winners: Per output cell and input cell in reach, how many pixels took their maximum there [N, C, H', W', reach];
+            at patch 1 and a reach of at most 255 cells the place in reach itself, bytes [N, C, H, W].
+    """
+
+    y: Tensor
+    mean: Tensor | None
+    winners: Tensor
+
+
+def can_max_pool(x: Tensor) -> bool:
+    """Tell whether the library runs max pooling of x: a map of float32 in channels_last memory, not of few channels."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return last and x.dtype is torch.float32 and x.shape[1] >= _LEAST_CHANNELS and can_run(x)
+
+
+def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
+    """Return the maxima of windows over x with their patch means and winners. Nothing is differentiable.
+
+    Args:
+        x: The map [N, C, H, W]: one that `can_max_pool`.
+        rows: The windows along the rows; each must meet the map.
+        columns: The same along the columns.
+        patch: The output's patch `(h, w)`.
+    """
+    n, c, h, w = x.shape
+    size, places, single = (len(rows.first), len(columns.first)), rows.reach * columns.reach, patch == (1, 1)
+    cells, named = count_cells(size, patch), single and places <= MOST_PLACES
+    y = empty((n, c, *size), torch.float32, torch.channels_last)
+    mean = None if single else empty((n, c, *cells), torch.float32, torch.channels_last)
+    if named:
+        winners = empty((n, c, *size), torch.uint8, torch.channels_last)
+    else:
+        winners = empty((n, *cells, places, c), count_dtype(patch)).permute(0, 4, 1, 2, 3)
+    tables = _pack(rows, columns.reach), _pack(columns, 1)
+    pointers = (x.data_ptr(), y.data_ptr(), 0 if mean is None else mean.data_ptr(), winners.data_ptr())
+    task = _TASK.pack(
+        *(n, c, *size, *patch, 1, 0),
+        *pointers,
+        *(table.ctypes.data for table in tables),
+        *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
+        *(places, columns.reach, 0 if named else winners.element_size()),
+    )
+    check(load().gf_max_pool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    return Pooled(y, mean, winners)
+
+
+def _pack(taps: Taps, step: int) -> np.ndarray:
+    """Return one axis as the library reads it, with `step` from one place to the next."""
+    return np.ascontiguousarray(np.column_stack([taps.first, taps.count, taps.place * step]), dtype=np.int32)

@@ -1,0 +1,19 @@
+/* The entry point of max pooling. */
+#include <string.h>
+
+#include "maxpool.h"
+
+gf_run_max_pool gf_max_pool_base;
+#ifdef GF_HAS_X86_LEVELS
+gf_run_max_pool gf_max_pool_avx2, gf_max_pool_avx512;
+static gf_run_max_pool *const MAX_POOL[] = {gf_max_pool_base, gf_max_pool_avx2, gf_max_pool_avx512};
+#else
+static gf_run_max_pool *const MAX_POOL[] = {gf_max_pool_base};
+#endif
+
+GF_EXPORT int gf_max_pool_map(const void *packed, int threads) {
+    gf_max_pool task;
+    memcpy(&task, packed, sizeof task); /* the caller's bytes have no alignment */
+    const gf_map *m = &task.map;
+    return MAX_POOL[gf_level()](&task, gf_useful_threads(threads, m->n * m->c * m->h * m->w * task.kh * task.kw));
+}

@@ -1,0 +1,165 @@
+"""Max pooling in the C library: equal to torch's over drawn maps, windows and patches, at every level; so are gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gradfilter import native, patches
+from gradfilter.rules import pooling
+from gradfilter.tensor import Choices, PatchTensor, enter
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+
+LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
+FILLS = ("ties", "numbers", "nan", "low")
+
+POOLINGS = {
+    "resnet": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "halves": lambda x: F.max_pool2d(x, [2, 2]),
+    "odd": lambda x: torch.max_pool2d(x, (2, 3), (1, 2), (1, 1), (2, 1), ceil_mode=True),
+    "wide": lambda x: F.max_pool2d(x, kernel_size=5, stride=1, padding=2),
+}
+
+pairs = st.tuples(st.integers(1, 5), st.integers(1, 5))
+quick = settings(deadline=None, max_examples=200)
+
+
+class Map:
+    """What `find_windows` and `find_taps` ask of a PatchTensor."""
+
+    def __init__(self, x, patch):
+        self.shape, self.patch = x.shape, patch
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
+def level(request):
+    """Run a test at each level that this CPU has."""
+    library = native.load()
+    assert library is not None
+    assert library.gf_set_level(request.param) == request.param
+    yield request.param
+    library.gf_set_level(-1)
+
+
+def make_map(shape, fill, seed):
+    """Return a channels_last map of small integers with many ties, of distinct numbers, with NaN, or mostly of -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    odd = torch.rand(shape, generator=generator)
+    if fill != "numbers":
+        x = x.round()  # with zeros of both signs
+    if fill == "nan":
+        x[odd < 0.2] = math.nan
+    if fill == "low":
+        x[odd < 0.8] = -math.inf
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def check(x, options, in_patch, out_patch):
+    """Compare the library with torch: maxima and winners bit for bit. Return whether the library covers the case."""
+    y, indices = F.max_pool2d(x, *options, return_indices=True)
+    size = patches.map_size(y)
+    assert pooling.find_size(patches.map_size(x), *options) == size
+    spans = pooling.find_spans(size, *options[:4])
+    given_map = Map(x, in_patch)
+    windows = pooling.find_windows(given_map, size, out_patch, spans)  # type: ignore[arg-type]
+    rows, columns = pooling.find_taps(given_map, windows, spans, options[3])  # type: ignore[arg-type]
+    if not (rows.count.all() and columns.count.all()):
+        return False
+    got = native.max_pool(x, rows, columns, out_patch)
+    assert torch.equal(got.y.view(torch.int32), y.view(torch.int32))
+    want = pooling.count_winners(indices, x.shape[3], windows)
+    assert got.winners.dtype == want.dtype
+    assert torch.equal(got.winners, want)
+    assert (got.mean is None) == (out_patch == (1, 1))
+    if got.mean is not None:
+        torch.testing.assert_close(got.mean, native.pool_mean(y, out_patch), rtol=1e-5, atol=1e-5, equal_nan=True)
+    return True
+
+
+@pytest.mark.usefixtures("level")
+class TestMaxPool:
+    @quick
+    @given(
+        shape=st.tuples(st.integers(1, 2), st.integers(16, 75), st.integers(1, 15), st.integers(1, 15)),
+        kernel=pairs,
+        stride=pairs,
+        padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+        dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        ceil=st.booleans(),
+        in_patch=pairs,
+        out_patch=pairs,
+        fill=st.sampled_from(FILLS),
+        seed=st.integers(0, 999),
+    )
+    def test_equals_torch(self, shape, kernel, stride, padding, dilation, ceil, in_patch, out_patch, fill, seed):
+        for n, k, p, d in zip(shape[2:], kernel, padding, dilation, strict=True):
+            assume(p <= k // 2 and d * (k - 1) < n + 2 * p)
+        assume(check(make_map(shape, fill, seed), (kernel, stride, padding, dilation, ceil), in_patch, out_patch))
+
+    @pytest.mark.parametrize("fill", FILLS)
+    @pytest.mark.parametrize("patch", [(1, 1), (2, 2), (4, 4), (16, 16), (200, 200)], ids=str)
+    def test_resnet_stem(self, fill, patch):
+        options = ((3, 3), (2, 2), (1, 1), (1, 1), False)
+        assert check(make_map((2, 64, 29, 30), fill, 1), options, (4, 4), patch)
+
+    def test_patch_one_with_a_reach_beyond_a_byte(self):
+        assert check(make_map((1, 16, 20, 20), "ties", 2), ((17, 17), (1, 1), (8, 8), (1, 1), False), (1, 1), (1, 1))
+
+    def test_maps_past_the_caches(self):
+        assert check(make_map((2, 64, 290, 290), "ties", 3), ((3, 3), (2, 2), (1, 1), (1, 1), False), (4, 4), (4, 4))
+
+
+def run_rule(call, x, patch, seed):
+    """Return the maxima, their means, and the gradient of x for a drawn gradient of the carrier."""
+    x = x.detach().requires_grad_()
+    y = call(enter(x, Choices("layer", patches.Tiling(patch=patch))))
+    assert isinstance(y, PatchTensor), "the rule did not run: this was an exit"
+    g = torch.randn(y.carrier.shape, generator=torch.Generator().manual_seed(seed))
+    return y.detach(), y.means, torch.autograd.grad(y.carrier, x, g)[0]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Note the calls of the library's max pooling."""
+    calls, run = [], native.max_pool
+    monkeypatch.setattr(native, "max_pool", lambda *args: calls.append(args) or run(*args))
+    return calls
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("patch", [(1, 1), (2, 2), (3, 1), (4, 4), (30, 30)], ids=str)
+def test_the_rule_equals_its_torch_path(name, patch, calls):
+    call, x = POOLINGS[name], make_map((2, 24, 13, 18), "ties", 4)
+    y, means, gx = run_rule(call, x, patch, 5)
+    assert len(calls) == 1
+    with native.off():
+        want_y, _, want_gx = run_rule(call, x, patch, 5)
+    assert len(calls) == 1
+    assert torch.equal(y, want_y)
+    assert torch.equal(gx, want_gx)
+    for side, mean in means.items():
+        torch.testing.assert_close(mean, patches.pool_mean(want_y, side))
+    assert bool(means) == (patch != (1, 1))
+
+
+def test_what_the_library_does_not_cover_runs_in_torch(calls):
+    call, x = POOLINGS["resnet"], make_map((2, 24, 13, 18), "ties", 6)
+    others = (x.contiguous(), x.double(), x[:, :15].contiguous(memory_format=torch.channels_last), x[..., ::2])
+    for other in others:
+        assert torch.equal(run_rule(call, other, (2, 2), 7)[0], call(other))
+    low = make_map((1, 16, 1, 9), "ties", 8)  # row -1 and row 1 of a map of one row
+    y = run_rule(lambda x: F.max_pool2d(x, (2, 1), 1, (1, 0), (2, 1)), low, (2, 2), 9)[0]
+    assert (y == -math.inf).all()
+    assert not calls
+
+
+def test_arguments_that_torch_refuses_raise_its_errors():
+    x = enter(make_map((1, 16, 6, 6), "ties", 10).requires_grad_(), Choices("layer", patches.Tiling(patch=(2, 2))))
+    for options in ((3, 0), ((2, 2, 2),), (2, 2, 2), (9,)):
+        with pytest.raises(RuntimeError):
+            F.max_pool2d(x, *options)  # type: ignore[call-overload]
