@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import native
 from cases import MODELS, seeded
+from gradfilter import native
 from gradfilter.apply import exactly, find_applied
 from gradfilter.cli import main
 from gradfilter.cost import EXACT, PLAN, SIDES, Trial, make_sgd, measure_saved_by_layer

@@ -69,9 +69,7 @@ class Recipe:
         """The shape of the result."""
         return tuple(self.x.shape) if self.conv is None else (len(self.x), len(self.conv.w), *self.conv.size)
 
-    def normalise(
-        self, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float
-    ) -> Recipe | None:
+    def normalise(self, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Recipe | None:
         """Return the recipe of a batch norm of this map, `None` where torch refuses it.
 
         Hooks may change parameters before it runs: what it needs of them is computed here.
