@@ -131,6 +131,7 @@ def calls(monkeypatch):
     return calls
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("patch", [(1, 1), (2, 2), (3, 1), (4, 4), (30, 30)], ids=str)
 def test_the_rule_equals_its_torch_path(name, patch, calls):
@@ -141,10 +142,24 @@ def test_the_rule_equals_its_torch_path(name, patch, calls):
         want_y, _, want_gx = run_rule(call, x, patch, 5)
     assert len(calls) == 1
     assert torch.equal(y, want_y)
-    assert torch.equal(gx, want_gx)
+    torch.testing.assert_close(gx, want_gx)
     for side, mean in means.items():
         torch.testing.assert_close(mean, patches.pool_mean(want_y, side))
     assert bool(means) == (patch != (1, 1))
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_counts_of_any_width_are_routed(dtype):
+    generator = torch.Generator().manual_seed(11)
+    g = torch.randint(-8, 9, (2, 21, 3, 5), generator=generator).float()
+    counts = torch.randint(0, 200, (2, 3, 5, 4, 21), generator=generator).to(dtype)
+    target = torch.randint(0, 6 * 7, (3 * 5 * 4,), generator=generator)
+    got = native.max_route(g, counts.permute(0, 4, 1, 2, 3), target, (6, 7))
+    want = torch.zeros(2, 6 * 7, 21)
+    want.index_add_(1, target, (g.permute(0, 2, 3, 1)[:, :, :, None] * counts).reshape(2, -1, 21))
+    assert got is not None
+    assert torch.equal(got, want.reshape(2, 6, 7, 21).permute(0, 3, 1, 2))
 
 
 def test_what_the_library_does_not_cover_runs_in_torch(calls):

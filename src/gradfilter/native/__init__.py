@@ -10,7 +10,7 @@ with equal results.
 from gradfilter.native.conv import can_convolve, dense, depthwise, pointwise, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
-from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool
+from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool, max_route
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
 from gradfilter.native.pooling import pool_mean, pool_sum, unpool
 from gradfilter.native.reference import torch_norm_act, torch_unpool
@@ -42,6 +42,7 @@ __all__ = [
     "is_watched",
     "load",
     "max_pool",
+    "max_route",
     "norm_act",
     "off",
     "plain_memory",

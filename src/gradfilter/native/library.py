@@ -50,7 +50,7 @@ def load() -> ctypes.CDLL | None:
         logger.warning("%s is of another version; everything runs in torch. Install gradfilter again.", path)
         return None
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    maps = (library.gf_norm_act_map, library.gf_unpool_map, library.gf_max_pool_map)
+    maps = (library.gf_norm_act_map, library.gf_unpool_map, library.gf_max_pool_map, library.gf_max_route_map)
     for run in (*maps, library.gf_depthwise_map, library.gf_dense_map):
         run.argtypes = [ctypes.c_char_p, number]
     library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]

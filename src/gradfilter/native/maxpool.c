@@ -158,3 +158,33 @@ int GF_LEVEL(gf_max_pool)(const gf_max_pool *t, int threads) {
     const size_t scratch = p.cell_at + (size_t)t->places * sizeof(int32_t);
     return gf_parallel(run_unit, &p, m->n * gf_ceil_div(m->h, m->ph), threads, scratch);
 }
+
+#define ADD(type) \
+    for (int64_t i = 0; i < t->c; i++) gx[i] += g[i] * (float)((const type *)t->winners + at)[i]
+
+static void run_route(const void *argument, int64_t image, void *scratch) {
+    (void)scratch;
+    const gf_max_route *t = argument;
+    for (int64_t j = 0; j < t->cells; j++) {
+        const int64_t cell = image * t->cells + j, *target = t->target + j * t->places;
+        const float *restrict g = t->g + cell * t->c;
+        if (!t->count_bytes) {
+            const uint8_t *place = (const uint8_t *)t->winners + cell * t->c;
+            float *gx = t->gx + image * t->in_cells * t->c;
+            for (int64_t i = 0; i < t->c; i++) gx[target[place[i]] * t->c + i] += g[i];
+            continue;
+        }
+        for (int64_t k = 0; k < t->places; k++) {
+            const int64_t at = (cell * t->places + k) * t->c;
+            float *restrict gx = t->gx + (image * t->in_cells + target[k]) * t->c;
+            if (t->count_bytes == 1)
+                ADD(uint8_t);
+            else if (t->count_bytes == 2)
+                ADD(int16_t);
+            else
+                ADD(int32_t);
+        }
+    }
+}
+
+int GF_LEVEL(gf_max_route)(const gf_max_route *t, int threads) { return gf_parallel(run_route, t, t->n, threads, 0); }

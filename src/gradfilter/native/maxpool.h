@@ -23,7 +23,19 @@ typedef struct {
     int64_t count_bytes;    /* 1, 2 or 4: size of a count; 0: the place itself */
 } gf_max_pool;
 
-/* Run a whole task, on at least GF_LEAST_CHANNELS channels. It returns 0, or -1 where there was no memory. */
+/* The way back: gx[target] += g * count, for each cell of y and each place in reach of it. */
+typedef struct {
+    int64_t n, c, cells, in_cells, places; /* cells of y and of x */
+    int64_t count_bytes;                   /* 1, 2 or 4; 0: winners are places */
+    const float *g;                        /* [N, cells, C], per pixel */
+    const void *winners;                   /* [N, cells, places, C]; or [N, cells, C] */
+    const int64_t *target;                 /* [cells, places]: a cell of x */
+    float *gx;                             /* [N, in_cells, C], zero */
+} gf_max_route;
+
+/* Run a whole task: a max pooling on 16 channels at least, the widest vector of any level. They return 0, or -1 where
+ * there was no memory. */
 typedef int gf_run_max_pool(const gf_max_pool *task, int threads);
+typedef int gf_run_max_route(const gf_max_route *task, int threads);
 
 #endif

@@ -15,6 +15,8 @@ from gradfilter.native.values import Pair, count_cells, count_dtype
 
 _TASK = struct.Struct("6q 2i 6Q 9q")
 """`gf_max_pool` of maxpool.h."""
+_ROUTE = struct.Struct("6q 4Q")
+"""`gf_max_route` of maxpool.h."""
 _LEAST_CHANNELS = 16
 """The widest vector of any level of the instruction set."""
 MOST_PLACES = 255
@@ -89,6 +91,28 @@ def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
     )
     check(load().gf_max_pool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
     return Pooled(y, mean, winners)
+
+
+def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Tensor | None:
+    """Return the sums over input cells of g times the counts of winners; `None` where the library cannot read them.
+
+    Args:
+        g: The gradient per pixel of each output cell [N, C, H', W'].
+        winners: Those of `max_pool`.
+        target: The input cell of each output cell and place in reach, flat.
+        in_cells: Rows and columns of input cells.
+    """
+    n, c, h, w = g.shape
+    named = winners.dim() == 4
+    order = winners.permute(0, 2, 3, 1) if named else winners.permute(0, 2, 3, 4, 1)
+    if g.dtype is not torch.float32 or not can_run(g) or not order.is_contiguous():
+        return None
+    g = g.contiguous(memory_format=torch.channels_last)
+    gx = torch.zeros(n, *in_cells, c)
+    size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
+    task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
+    check(load().gf_max_route_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    return gx.permute(0, 3, 1, 2)
 
 
 def _pack(taps: Taps, step: int) -> np.ndarray:

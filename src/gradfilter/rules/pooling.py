@@ -150,14 +150,15 @@ class MaxPool(CarrierFunction):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         (winners,) = ctx.saved_tensors
-        places = ctx.windows.reach[0] * ctx.windows.reach[1]
+        g, target = g / make_areas(ctx.size, ctx.windows.out_patch, g), ctx.windows.target(g.device)
+        gx = native.max_route(g, winners, target, ctx.windows.in_cells)
+        if gx is not None:
+            return gx, None, None, None
         if winners.dim() == 4:
-            winners = F.one_hot(winners.long(), places)
-        share = (g / make_areas(ctx.size, ctx.windows.out_patch, g))[..., None] * winners.to(g.dtype)
+            winners = F.one_hot(winners.long(), ctx.windows.reach[0] * ctx.windows.reach[1])
         n, c, h, w = ctx.shape
-        last = share.stride(1) == 1  # then channels are together in the result, too
-        gx = g.new_zeros(n, h * w, c).transpose(1, 2) if last else g.new_zeros(n, c, h * w)
-        gx.index_add_(2, ctx.windows.target(g.device), share.reshape(n, c, -1))
+        gx = g.new_zeros(n, c, h * w)
+        gx.index_add_(2, target, (g[..., None] * winners.to(g.dtype)).reshape(n, c, -1))
         return gx.reshape(ctx.shape), None, None, None
 
 
