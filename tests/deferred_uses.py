@@ -207,6 +207,9 @@ USES = {
 """Programs of a network `net` and a map x, for trained and for frozen layers."""
 
 FROZEN_USES = {
+    "trained_twice": "h = F.relu(net.norm(net.conv(x))); h.add_(net.last(h)); return F.relu(net.last_norm(net.last(x)) + h)",
+    "trained_gate": "h = F.relu(net.norm(net.conv(x))); h.add_(net.last(h)); return torch.cat([net.last(x) * h, h], 1)[:, 8:24]",
+    "no_grad_sum": "h = net.norm(net.conv(x))\nwith torch.no_grad(): t = net.last(x).detach(); t += h; h += t\nreturn F.relu(t) + h",
     "requires_grad": "h = F.relu(net.norm(net.conv(x))); h.requires_grad_(); net.seen.append(h.requires_grad); return h",
     "requires_grad_before_frozen": "h = F.relu(net.norm(net.conv(x))); h.requires_grad_(); y = net.deep_norm(net.deep(h)); net.seen.append(y.requires_grad); return y",
     "requires_grad_set": "h = net.norm(net.conv(x)); h.requires_grad = True; y = net.deep(h); net.seen += [h.is_leaf, y.requires_grad]; return F.relu(y)",
