@@ -82,12 +82,6 @@ def run_step(model: nn.Module, x: Tensor, loss_of: Callable[[Any], Tensor] | Non
             loss = loss_of(y) if loss_of else F.cross_entropy(y, torch.arange(len(y)) % 5)
             loss.backward()
         except Exception as error:
-            import os
-
-            if os.environ.get("TB"):
-                import traceback
-
-                traceback.print_exc()
             return Outcome(None, None, {}, [], type(error))
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     shown = y.detach() if isinstance(y, Tensor) else None

@@ -167,7 +167,7 @@ def wait(x: Handle, recipe: Recipe) -> None:
 def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
-    with plain_torch(), torch.inference_mode(False), torch.no_grad():
+    with plain_torch(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
         settle(x, x.recipe.run(IDENTITY, x.patch))
 
 

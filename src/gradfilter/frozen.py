@@ -165,6 +165,8 @@ def batch_norm(
 @frozen(*find_functions("add", "__add__", "__radd__", "__iadd__"))
 def add(func: Any, first: Any, second: Any) -> Any:
     """Let the sum of a deferred map and a residual wait, too."""
+    if not isinstance(first, FrozenTensor) or not isinstance(second, FrozenTensor):
+        return NotImplemented
     if can_add(first, second):
         x, residual = first, second
     elif can_add(second, first) and not is_inplace(func, {}):

@@ -143,6 +143,8 @@ class PatchTensor(Handle):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the rule of `func`; without one, exit: run it exactly on the values."""
+        if any(not issubclass(kind, PatchTensor) and issubclass(kind, Handle) for kind in types):
+            return NotImplemented  # frozen maps are asked first: they become plain tensors, with the gradient they have
         kwargs = {} if kwargs is None else dict(kwargs)
         if not args and "input" in kwargs and "condition" not in kwargs:  # which comes first in `where`
             args = (kwargs.pop("input"),)

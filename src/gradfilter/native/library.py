@@ -95,9 +95,9 @@ def can_run(x: Tensor) -> bool:
         and x.dim() == 4
         and x.dtype in DTYPES
         and x.is_cpu
+        and is_on()  # before the memory format, which transforms do not know
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
-        and is_on()
     )
 
 

@@ -1,0 +1,197 @@
+"""Layers that wait for what comes behind them: nobody sees that they do."""
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+
+import gradfilter as gf
+from cases import make_torchvision
+from deferred_nets import assert_same, count_saved, draw_images, in_order, make_parts, run_both, run_step
+from deferred_uses import USES, make_use
+from gradfilter import native
+from gradfilter.bench.setup import shake_
+from gradfilter.tensor import DeferredTensor
+from random_networks import networks, sizes
+
+pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library is not built")
+
+IMAGES = {"channels_last": ((2, 3, 9, 10), 2, True), "pixels": ((2, 3, 9, 10), 1, True), "contiguous": ((1, 3, 5, 5), 3, False)}
+"""Shape, patch and memory format; the last has one image, and maps that are not whole patches."""
+
+
+def make_plan(patch=2):
+    return gf.Plan.all(gf.Backward(patch=patch), batch_norm="eval")
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("images", IMAGES)
+@pytest.mark.filterwarnings("ignore")
+def test_uses(name, images):
+    shape, patch, channels_last = IMAGES[images]
+    x = draw_images(*shape, channels_last=channels_last)
+    assert_same(*run_both(make_parts(make_use(USES[name])), x, make_plan(patch)))
+
+
+@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "squeeze_excite", "vgg", "smooth"])
+@pytest.mark.parametrize("patch", [1, 2])
+def test_saves_the_same_bytes(name, patch):
+    model = gf.apply_(make_parts(make_use(USES[name])), make_plan(patch))
+    x = draw_images(2, 3, 9, 10)
+    got = count_saved(model, x)
+    with in_order():
+        assert got == count_saved(model, x)
+
+
+def test_something_waits():
+    """Without this, the other tests could pass for want of anything to test."""
+    seen = []
+    model = gf.apply_(make_parts(lambda net, x: seen.append(net.norm(net.conv(x))) or F.relu(seen[0])), make_plan())
+    model(draw_images(2, 3, 9, 10))
+    assert type(seen[0]) is DeferredTensor
+    assert seen[0].recipe is not None
+
+
+@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
+def test_bfloat16(name):
+    model = make_parts(make_use(USES[name]))
+    x = draw_images(2, 3, 9, 10)
+    assert_same(*run_both(model.bfloat16(), x.bfloat16(), make_plan(), lambda y: y.float().square().mean()), rtol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
+def test_autocast(name):
+    model = make_parts(make_use(USES[name]))
+    with torch.autocast("cpu", torch.bfloat16):
+        outcomes = run_both(model, draw_images(2, 3, 9, 10), make_plan(), lambda y: y.float().square().mean())
+    assert_same(*outcomes, rtol=2e-2)
+
+
+MODELS = ["mobilenet_v2", "resnet18", "shufflenet_v2_x0_5", "mobilenet_v3_small", "efficientnet_b0", "densenet121"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_models(name):
+    model = shake_(make_torchvision(name))
+    x = draw_images(2, 3, 64, 64)
+    plan = gf.Plan.all(gf.Backward(patch=2), batch_norm="eval")
+    assert_same(*run_both(model, x, plan, lambda y: y.square().mean()), rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn=networks, size=sizes)
+def test_random_networks(drawn, size):
+    model = drawn.make().float()
+    x = draw_images(2, 4, *size)
+    plan = gf.Plan.all(gf.Backward(patch=2), batch_norm="eval")
+    assert_same(*run_both(model, x, plan, lambda y: y.square().mean()), rtol=1e-2)
+
+
+def run_two(model, x, y):
+    """Return gradients of a backward after two forwards, between which nothing is done."""
+    (model(x).sum() + model(y).square().sum()).backward()
+    return model.wide.weight.grad
+
+
+def run_after_error(model, x, y):
+    """Return gradients of a step after one that failed between a norm and its activation."""
+    handle = model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    return run_two(model, x, y)
+
+
+def run_after_step(model, x, y):
+    """Return what a hook has kept, and looks at after the optimizer's step."""
+    kept = []
+    for layer in (model.conv, model.norm, model.wide_norm):
+        layer.register_forward_hook(lambda _, args, out: kept.append(out))
+    run_two(model, x, y)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.norm.running_mean.add_(1)
+    return torch.stack([out.detach() * 1 for out in kept])
+
+
+def run_quantised(model, x, y):
+    """Return gradients where weights are others during the forward of their layer alone."""
+    own = {}
+
+    def quantise(layer, args):
+        own[layer] = layer.weight.data.clone()
+        layer.weight.data = (layer.weight.data * 4).round() / 4
+
+    def restore(layer, args, out):
+        layer.weight.data.copy_(own[layer])
+
+    for layer in (model.conv, model.norm, model.wide, model.last):
+        layer.register_forward_pre_hook(quantise)
+        layer.register_forward_hook(restore)
+    return run_two(model, x, y)
+
+
+def run_hooked(model, x, y):
+    """Return what full backward hooks see; torch allows no change in place behind them."""
+    model.use = make_use(USES["sum_used_twice"])
+    seen = []
+    for layer in (model.conv, model.norm, model.wide_norm, model.last):
+        layer.register_full_backward_hook(lambda _, gx, gy: seen.append(gy[0].norm()))
+    run_two(model, x, y)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("run", [run_two, run_after_error, run_after_step, run_quantised, run_hooked])
+@pytest.mark.filterwarnings("ignore")
+def test_around_the_forward(run):
+    model = make_parts(make_use(USES["resnet_block"]))
+    x, y = draw_images(2, 3, 9, 10), draw_images(2, 3, 9, 10) * 0.5 + 1
+    got = run(gf.apply_(copy.deepcopy(model), make_plan()), x, y)
+    with in_order():
+        want = run(gf.apply_(copy.deepcopy(model), make_plan()), x, y)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_threads():
+    model = make_parts(make_use(USES["resnet_block"]))
+    models: Any = [gf.apply_(copy.deepcopy(model), make_plan()) for _ in range(3)]
+    x = draw_images(2, 3, 9, 10)
+
+    def train(model):
+        for _ in range(5):
+            model.zero_grad()
+            run_two(model, x, x * 2)
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models[1:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = run_two(models[0], x, x * 2)
+    for model in models[1:]:
+        torch.testing.assert_close(model.wide.weight.grad, want)
+
+
+@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "iadd_used", "chunk_inplace", "checkpoint", "hook_tensor2"])
+def test_nothing_stays_behind(name):
+    """All maps are gone after a step, without the garbage collector's help."""
+    seen: list[weakref.ref] = []
+    model: Any = gf.apply_(make_parts(make_use(USES[name])), make_plan())
+    for layer in (model.conv, model.norm, model.wide_norm, model.last_norm):
+        layer.register_forward_hook(lambda _, args, out: seen.append(weakref.ref(out)))
+    run_step(model, draw_images(2, 3, 9, 10))  # imports and caches
+    gc.collect()
+    seen.clear()
+    gc.disable()
+    try:
+        run_step(model, draw_images(2, 3, 9, 10))
+        assert len(seen) >= 2
+        assert all(reference() is None for reference in seen)
+    finally:
+        gc.enable()
