@@ -361,7 +361,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     if plan.trunk == "bfloat16" and frozen and not has_bfloat16():
         warnings.warn(
             "the plan has a trunk in bfloat16, for which this processor shows no instructions (avx512_bf16, amx_bf16, bf16): "
-            "frozen layers run in single precision on rounded numbers, and take longer. Use Plan(trunk='float32') here.",
+            "frozen layers run in single precision on rounded numbers, and take longer. Use trunk='float32' here.",
             TrunkWarning,
             stacklevel=2,
         )

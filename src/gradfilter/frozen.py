@@ -97,9 +97,9 @@ class FrozenTensor(Handle):
 def ask(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Return what a map says of itself to other code."""
     if isinstance(x, FrozenTensor) and x.outer is not None:
-        if func is DTYPE:
+        if func == DTYPE:
             return x.outer
-        if func is Tensor.element_size:
+        if func == Tensor.element_size:
             return x.outer.itemsize
     return func(x, *args, **kwargs)
 
