@@ -255,6 +255,14 @@ def test_how_far_the_filling_is_is_told(tmp_path):
         assert all(work.seconds_left >= 0 for work in watch.works)
 
 
+@pytest.mark.filterwarnings("ignore::gradfilter.errors.TrunkWarning")
+def test_a_trunk_in_bfloat16_is_not_cached(tmp_path):
+    net = gf.apply_(make_net(), gf.Plan.last(2, gf.Backward(patch=2), trunk="bfloat16"))
+    with pytest.raises(SettingsError, match=r"--cache disk .* trunk in bfloat16.* Use --trunk float32, or --cache off"):
+        keep(make_feed(net), tmp_path / "cache")
+    assert keep(make_feed(gf.freeze_(net, gf.Plan.last(2, trunk="bfloat16"))), tmp_path / "cache")
+
+
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_a_cache_that_does_not_fit_is_refused(tmp_path, monkeypatch, place):
     monkeypatch.setattr(cache_module, "find_free_memory", lambda: 1000)

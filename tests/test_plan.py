@@ -99,10 +99,10 @@ def test_plan_refuses_layers_that_are_no_mapping_to_backward(layers):
         Plan(layers)
 
 
-@pytest.mark.parametrize("option", ["rest", "batch_norm"])
+@pytest.mark.parametrize("option", ["rest", "batch_norm", "trunk"])
 @pytest.mark.parametrize("value", ["", "none", None, True, 1, ["eval"]])
 def test_plan_refuses_unknown_options_and_lists_the_choices(option, value):
-    with pytest.raises(PlanError, match=rf"{option}=.*'frozen'"):
+    with pytest.raises(PlanError, match=rf"{option}=.*'(frozen|bfloat16)'"):
         Plan({"*": Backward()}, **{option: value})
 
 
@@ -141,6 +141,7 @@ plans = st.builds(
     st.dictionaries(patterns, backwards, max_size=6),
     rest=st.sampled_from(["frozen", "exact"]),
     batch_norm=st.sampled_from(["eval", "train", "frozen"]),
+    trunk=st.sampled_from(["float32", "bfloat16"]),
 )
 
 
@@ -154,7 +155,7 @@ def test_yaml_gives_the_same_plan_back_in_the_same_order(plan):
 @given(plan=plans)
 def test_yaml_is_plain_data(plan):
     data = yaml.safe_load(plan.to_yaml())
-    assert set(data) == {"layers", "rest", "batch_norm"}
+    assert set(data) == {"layers", "rest", "batch_norm"} | ({"trunk"} if plan.trunk == "bfloat16" else set())
     assert list(data["layers"]) == list(plan.layers)
 
 
@@ -167,7 +168,7 @@ def test_yaml_written_by_hand():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("layers: {fc: {patch: 2}}\nlayer: {}", "batch_norm, layers, rest"),
+        ("layers: {fc: {patch: 2}}\nlayer: {}", "batch_norm, layers, rest, trunk"),
         ("layers: {fc: {radius: 2}}", "'fc'.*grid, keep, kernel, patch"),
         ("layers: {fc: 2}", "'fc'.*mapping"),
         ("layers: {fc: [2]}", "'fc'.*mapping"),
@@ -175,13 +176,13 @@ def test_yaml_written_by_hand():
         ("layers: {fc: {patch: true}}", "patch=True"),
         ("layers: {fc: {patch: 2, grid: 2}}", "give one"),
         ("layers: {fc: {kernel: lifted}}", "'lift' and 'lumped'"),
-        ("layers: [fc]", "batch_norm, layers, rest"),
-        ("layers:", "batch_norm, layers, rest"),
+        ("layers: [fc]", "batch_norm, layers, rest, trunk"),
+        ("layers:", "batch_norm, layers, rest, trunk"),
         ("rest: thawed", "rest='thawed'"),
         ("batch_norm: [eval]", "batch_norm="),
-        ("", "batch_norm, layers, rest"),
-        ("just words", "batch_norm, layers, rest"),
-        ("- a\n- b", "batch_norm, layers, rest"),
+        ("", "batch_norm, layers, rest, trunk"),
+        ("just words", "batch_norm, layers, rest, trunk"),
+        ("- a\n- b", "batch_norm, layers, rest, trunk"),
         ("layers: {fc: {patch: 2}", "not YAML"),
         ("layers: !!python/object/apply:os.getcwd []", "not YAML"),
         ("a: \x00", "not YAML"),

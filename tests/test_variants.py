@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {"plan": "last4", "patch": 2, "kernel": "lumped"}
         ("keep=int8 kernel=lift", {"kernel": "lift", "keep": "int8"}, "lift, int8", "lift-int8"),
         ("keep=subspace:64KB,cold", {"keep": "subspace:64KB,cold"}, "subspace:64KB,cold", "subspace64kb-cold"),
         ("batch_norm=train", {"batch_norm": "train"}, "batch norm train", "batchnormtrain"),
+        ("trunk=bfloat16", {"trunk": "bfloat16"}, "trunk bfloat16", "trunkbfloat16"),
     ],
 )
 def test_a_variant_changes_what_it_says(tmp_path, text, changes, name, folder):
@@ -79,11 +80,14 @@ def test_every_keep_has_a_folder_of_its_own(tmp_path):
     ("texts", "message"),
     [
         (["exact"], "a comparison takes two variants or more, not 1. Give --try again, or not at all."),
-        (["exact", "lr=1"], "--try lr=1: 'lr' does not choose a plan; plan, patch, grid, kernel, keep, exact, batch_norm do."),
+        (
+            ["exact", "lr=1"],
+            "--try lr=1: 'lr' does not choose a plan; plan, patch, grid, kernel, keep, exact, batch_norm, trunk do.",
+        ),
         (["exact", "lr=1"], "All variants have the same lr: give --lr."),
         (
             ["exact", "pach=2"],
-            "'pach' does not choose a plan; plan, patch, grid, kernel, keep, exact, batch_norm do. Did you mean patch?",
+            "'pach' does not choose a plan; plan, patch, grid, kernel, keep, exact, batch_norm, trunk do. Did you mean patch?",
         ),
         (["exact", "patch=two"], "--try patch=two: patch is 'two', but must be a whole number."),
         (["exact", "patch=2.0"], "patch is '2.0', but must be a whole number."),

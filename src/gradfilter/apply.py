@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.deferred import Handle
-from gradfilter.errors import ExitWarning, InputError, PlanError
+from gradfilter.environment import has_bfloat16
+from gradfilter.errors import ExitWarning, InputError, PlanError, TrunkWarning
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.keep import FULL, State
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
@@ -318,8 +319,8 @@ class FrozenLayer(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.applied.paused or not torch.is_grad_enabled() or len(args) != 1:
             return None
-        x = args[0]
-        return ((freeze_map(x),), kwargs) if type(x) is Tensor and can_freeze(x) else None
+        x, trunk = args[0], self.applied.plan.trunk
+        return ((freeze_map(x, trunk),), kwargs) if type(x) is Tensor and can_freeze(x, trunk) else None
 
 
 @dataclass
@@ -364,9 +365,17 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     WholeModel(applied).attach(model)
     for name, backward in applied.resolved.layers.items():
         PlannedLayer(applied, name, backward, state=State(name)).attach(model.get_submodule(name))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and name not in applied.resolved.layers:
-            FrozenLayer(applied).attach(module)
+    layers = applied.resolved.layers
+    frozen = [m for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and name not in layers]
+    for module in frozen:
+        FrozenLayer(applied).attach(module)
+    if plan.trunk == "bfloat16" and frozen and not has_bfloat16():
+        warnings.warn(
+            "the plan has a trunk in bfloat16, for which this processor shows no instructions (avx512_bf16, amx_bf16, bf16): "
+            "frozen layers run in single precision on rounded numbers, and take longer. Use trunk='float32' here.",
+            TrunkWarning,
+            stacklevel=2,
+        )
     return model
 
 

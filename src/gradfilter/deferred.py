@@ -175,7 +175,8 @@ def settle(x: Handle, fused: Fused) -> None:
     """Give a deferred tensor its value, or that of a function of it that works in place."""
     x.recipe, x.value = None, fused.y
     SET_DATA(x, fused.y)
-    x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
+    if x.requires_grad:
+        x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
     if fused.mean is not None:
         x.means[x.patch] = fused.mean
 

@@ -23,6 +23,7 @@ def describe(model: nn.Module) -> str:
     if applied is None:
         return f"{type(model).__name__}: no plan applied."
     rest = f"rest {applied.plan.rest}, batch norm {applied.plan.batch_norm}"
+    rest += f", trunk {applied.plan.trunk}" if applied.plan.trunk != "float32" and not applied.is_exact else ""
     trained = find_trained(model, applied)
     if applied.is_exact:
         title = f"{type(model).__name__}: {count(trained, 'layer')} trained exactly, {rest}"

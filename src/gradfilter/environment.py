@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -34,6 +35,17 @@ def find_cpu() -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+@lru_cache(maxsize=1)
+def has_bfloat16() -> bool:
+    """Tell whether the processor multiplies in bfloat16, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def find_commit() -> str:

@@ -49,5 +49,9 @@ class MissingExtraError(GradFilterError, ImportError):
     """Report an optional package that a feature needs and that is not installed."""
 
 
+class TrunkWarning(UserWarning):
+    """Warn that a plan asks for a trunk in bfloat16 on a processor without instructions for it: right, but slower."""
+
+
 class ExitWarning(UserWarning):
     """Warn that a function without a rule ended a region: the gradient is right, only dearer."""

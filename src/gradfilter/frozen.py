@@ -2,6 +2,8 @@
 
 Frozen convolutions, norms and activations run as inference does, only with fewer passes over memory: a batch norm, a residual
 and an activation are one. See `gradfilter.deferred` for why nobody notices.
+
+On demand they compute in bfloat16. That, too, is nobody's business: to all other code such a map is one in single precision.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from gradfilter import native
 from gradfilter.deferred import (
     METADATA,
+    SET_DATA,
     Handle,
     Watch,
     can_add,
@@ -28,14 +31,15 @@ from gradfilter.deferred import (
     plain_torch,
     resolve,
     run_act,
-    run_on_values,
     wait,
 )
+from gradfilter.environment import has_bfloat16
 from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
 
+DTYPE = getattr(Tensor, "dtype").__get__  # noqa: B009 (by its name it would be a dtype to a type checker)
 FROZEN: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What a frozen map does for a torch function; all others run on the value, and give plain tensors."""
 
@@ -52,9 +56,19 @@ def frozen(*functions: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class FrozenTensor(Handle):
-    """A map without a gradient, computed or deferred."""
+    """A map without a gradient, computed or deferred.
 
-    __torch_dispatch__ = classmethod(run_on_values)
+    Attributes:
+        outer: The dtype that it has to other code, where the frozen part computes in bfloat16; else `None`.
+    """
+
+    outer: torch.dtype | None = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operator of torch on values: what by-passes torch's functions ends here."""
+        args = tree_map_only(Handle, read, args)
+        return func(*args, **tree_map_only(Handle, read, kwargs or {}))
 
     @classmethod
     def __torch_function__(
@@ -64,7 +78,7 @@ class FrozenTensor(Handle):
         kwargs = kwargs or {}
         with plain_torch():
             if func in METADATA:
-                return func(*(x.value if isinstance(x, FrozenTensor) else x for x in args), **kwargs)
+                return ask(func, *args, **kwargs)
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, FrozenTensor)]
             for x in given:
                 x.watch.settle()
@@ -83,6 +97,16 @@ class FrozenTensor(Handle):
         return next((x for x in given if x.value is result and not result.requires_grad), result)
 
 
+def ask(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a map says of itself to other code."""
+    if isinstance(x, FrozenTensor) and x.outer is not None:
+        if func == DTYPE:
+            return x.outer
+        if func == Tensor.element_size:
+            return x.outer.itemsize
+    return func(x.value if isinstance(x, FrozenTensor) else x, *args, **kwargs)
+
+
 def needs_gradient(x: Any) -> bool:
     """Tell whether an argument makes the result of a function need a gradient: a frozen map does if it was told to."""
     value = x.value if isinstance(x, FrozenTensor) else x
@@ -94,28 +118,38 @@ def give(x: FrozenTensor) -> Tensor:
     if x.recipe is not None:
         resolve(x)
     x.watch.close()
+    if x.outer is not None and x.value.dtype is not x.outer:
+        x.value = x.value.to(x.outer)
+        SET_DATA(x, x.value)  # whoever changes the value changes the map
     return x.value
 
 
-def freeze_map(x: Tensor) -> FrozenTensor:
-    """Return a second handle on a plain tensor, which somebody else holds and may change."""
+def read(x: Handle) -> Tensor:
+    """Return the value of a map to an operator of torch."""
+    return give(x) if isinstance(x, FrozenTensor) and x.outer is not None else pixels(x)
+
+
+def freeze_map(x: Tensor, trunk: str = "float32") -> FrozenTensor:
+    """Return a second handle on a plain tensor, which somebody else holds and may change, or a copy of it in bfloat16."""
+    if trunk == "bfloat16" and x.dtype is torch.float32:
+        return make_frozen(x.detach().to(torch.bfloat16), outer=x.dtype)
     y = make_frozen(x.detach())
     y.watch.closed = True
     return y
 
 
-def make_frozen(value: Tensor, recipe: Recipe | None = None) -> FrozenTensor:
+def make_frozen(value: Tensor, recipe: Recipe | None = None, outer: torch.dtype | None = None) -> FrozenTensor:
     """Return a frozen map of a value, or of a recipe for one and a value that stands for it."""
     x: FrozenTensor = Tensor._make_subclass(FrozenTensor, value)  # type: ignore[assignment]
-    x.value, x.means, x.watch = value, {}, Watch()
+    x.value, x.means, x.watch, x.outer = value, {}, Watch(), outer
     if recipe is not None:
         wait(x, recipe)
     return x
 
 
-def defer_frozen(recipe: Recipe) -> FrozenTensor:
+def defer_frozen(recipe: Recipe, outer: torch.dtype | None) -> FrozenTensor:
     """Return a frozen map whose value is computed later."""
-    return make_frozen(make_placeholder(recipe), recipe)
+    return make_frozen(make_placeholder(recipe), recipe, outer)
 
 
 @frozen(torch.conv2d)
@@ -134,12 +168,28 @@ def conv2d(
     if not isinstance(x, FrozenTensor) or x.dim() != 4:
         return NotImplemented
     value = pixels(x)
+    if x.outer is not None:
+        where = stride, padding, dilation, groups
+        same = weight.dtype is x.outer and (bias is None or bias.dtype is x.outer)
+        return make_frozen(convolve_short(func, value, weight, bias, *where), outer=x.outer) if same else NotImplemented
     if can_defer(x) and not isinstance(padding, str):
         pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
         conv = find_convolution(value, weight, bias, *pairs, groups)
         if conv is not None:
-            return defer_frozen(Recipe(value, watch(x), conv))
+            return defer_frozen(Recipe(value, watch(x), conv), None)
     return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
+
+
+def convolve_short(func: Any, x: Tensor, w: Tensor, b: Tensor | None, *where: Any) -> Tensor:
+    """Convolve in bfloat16, with sums in single precision.
+
+    Processors without instructions for it compute the same on rounded numbers in single precision: torch's own way, number
+    by number, takes ten times as long.
+    """
+    x, w, b = (None if v is None else v.detach().to(torch.bfloat16) for v in (x, w, b))  # type: ignore[assignment]
+    if not x.is_cpu or has_bfloat16():
+        return func(x, w, b, *where)
+    return func(x.float(), w.float(), None if b is None else b.float(), *where).to(torch.bfloat16)
 
 
 @frozen(F.batch_norm)
@@ -159,7 +209,7 @@ def batch_norm(
     if training or running_mean is None or running_var is None or not isinstance(x, FrozenTensor) or not can_defer(x):
         return NotImplemented
     recipe = make_recipe(x).normalise(running_mean, running_var, weight, bias, eps)
-    return NotImplemented if recipe is None else defer_frozen(recipe)
+    return NotImplemented if recipe is None else defer_frozen(recipe, x.outer)
 
 
 @frozen(*find_functions("add", "__add__", "__radd__", "__iadd__"))
@@ -173,9 +223,10 @@ def add(func: Any, first: Any, second: Any) -> Any:
         x, residual = second, first
     else:
         return NotImplemented
+    assert x.recipe is not None
     recipe = x.recipe.add(residual, pixels(residual))
     if not is_inplace(func, {}):
-        return defer_frozen(recipe)
+        return defer_frozen(recipe, x.outer)
     wait(x, recipe)
     return x
 
@@ -184,7 +235,7 @@ def add(func: Any, first: Any, second: Any) -> Any:
 def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an activation in one pass with what waits for it."""
     x = args[0]
-    if not isinstance(x, FrozenTensor) or x.recipe is None:
+    if not isinstance(x, FrozenTensor) or (x.recipe is None and x.outer is None):
         return NotImplemented
     start, end, slope = find_step(func, args, kwargs)
     if start > end:
@@ -192,19 +243,20 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     inplace = is_inplace(func, kwargs)
     with torch.no_grad():
         fused = run_act(x, make_act(start, end, slope), inplace)
-    if fused is None:
+    if fused is None and x.outer is None:
         return NotImplemented
-    return x if inplace else make_frozen(fused.y)
+    y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y
+    return x if inplace else make_frozen(y, outer=x.outer)
 
 
-def can_freeze(x: Any) -> bool:
-    """Tell whether frozen layers may go on from x with fewer passes than torch's."""
+def can_freeze(x: Any, trunk: str = "float32") -> bool:
+    """Tell whether frozen layers may go on from x with fewer passes than torch's, or in bfloat16."""
     return (
         isinstance(x, Tensor)
         and not x.requires_grad
         and x.dim() == 4
-        and native.can_run(x)
+        and (native.can_run(x) or (trunk == "bfloat16" and x.dtype is torch.float32 and not native.is_watched()))
         and may_wait()
         and torch._C._len_torch_function_stack() == 0  # a record of calls knows plain tensors alone
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(x.device.type)
     )

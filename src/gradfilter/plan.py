@@ -99,11 +99,14 @@ class Plan:
         rest: What becomes of the other layers: "frozen", or "exact" for training with exact backprop.
         batch_norm: For the batch norms of trained layers: "eval" keeps their statistics and trains their affine, "train"
             lets the statistics move too, "frozen" trains neither. Those of frozen layers never move.
+        trunk: What the frozen layers before the first trained one compute in while the model is trained: "float32", that is
+            as the model does, or "bfloat16".
     """
 
     layers: Mapping[str, Backward] = field(default_factory=dict)
     rest: Literal["frozen", "exact"] = "frozen"
     batch_norm: Literal["eval", "train", "frozen"] = "eval"
+    trunk: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         """Check the plan as far as that goes without a model."""
@@ -112,7 +115,8 @@ class Plan:
         ):
             raise PlanError(f"Plan got layers={self.layers!r}. Give a mapping from layer patterns to Backward.")
         object.__setattr__(self, "layers", dict(self.layers))
-        for name, allowed in (("rest", ("frozen", "exact")), ("batch_norm", ("eval", "train", "frozen"))):
+        choices = {"rest": ("frozen", "exact"), "batch_norm": ("eval", "train", "frozen"), "trunk": ("float32", "bfloat16")}
+        for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise PlanError(f"Plan got {name}={value!r}. The choices are {', '.join(map(repr, allowed))}.")
 
@@ -152,9 +156,11 @@ class Plan:
         return dataclasses.replace(self, layers=layers)
 
     def to_yaml(self) -> str:
-        """Return the plan as YAML."""
+        """Return the plan as YAML; the trunk is left out where it is as ever."""
         layers = {pattern: backward_to_dict(backward) for pattern, backward in self.layers.items()}
-        return yaml.safe_dump({"layers": layers, "rest": self.rest, "batch_norm": self.batch_norm}, sort_keys=False)
+        data = {"layers": layers, "rest": self.rest, "batch_norm": self.batch_norm}
+        data |= {} if self.trunk == "float32" else {"trunk": self.trunk}
+        return yaml.safe_dump(data, sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
@@ -163,7 +169,7 @@ class Plan:
             data = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:
             raise PlanError(f"the plan is not YAML: {error}") from error
-        known = {"layers", "rest", "batch_norm"}
+        known = {"layers", "rest", "batch_norm", "trunk"}
         if not isinstance(data, dict) or set(data) - known or not isinstance(data.get("layers", {}), dict):
             raise PlanError(f"a plan is a YAML mapping with the keys {', '.join(sorted(known))}; got {text.strip()[:200]!r}.")
         layers = {str(pattern): backward_from_dict(pattern, choices) for pattern, choices in data.pop("layers", {}).items()}

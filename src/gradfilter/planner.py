@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradfilter.apply import apply_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
-from gradfilter.errors import BudgetError, ExitWarning, InputError, PlanError
+from gradfilter.errors import BudgetError, ExitWarning, InputError, PlanError, TrunkWarning
 from gradfilter.fidelity import Batch, Loss, is_pair, without_trace
 from gradfilter.keep import FULL, Keep, parse_keep
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
@@ -174,8 +174,9 @@ class Outlook:
         """Survey a model for budgets of some resources, see `plan_for`."""
         if torch.is_inference_mode_enabled():
             raise InputError("a plan is chosen by gradients, which torch.inference_mode() forbids. Call this outside of it.")
-        if unknown := options.keys() - {"rest", "batch_norm"}:
-            raise PlanError(f"{', '.join(sorted(unknown))} is no option of a chosen plan. The options are rest and batch_norm.")
+        if unknown := options.keys() - {"rest", "batch_norm", "trunk"}:
+            names = ", ".join(sorted(unknown))
+            raise PlanError(f"{names} is no option of a chosen plan. The options are rest, batch_norm and trunk.")
         kinds = (parse_keep(keep),) if keep is not None else KINDS if MEMORY in resources else (FULL,)
         batches, inputs = find_samples(model, sample, batch)
         known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), kinds, **options)
@@ -187,6 +188,7 @@ class Outlook:
         front, allowed = self.front, dict(limits)
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
+            warnings.simplefilter("ignore", TrunkWarning)
             for _ in range(TRIES):
                 feasible = front.find_feasible(allowed)
                 if not len(feasible):

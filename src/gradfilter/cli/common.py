@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 import warnings
@@ -20,7 +21,7 @@ MODEL_HELP = (
     "a name of gradfilter.models, torchvision or timm (torchvision/NAME and timm/NAME tell the two apart), or module:function "
     "for a function of your own that takes no arguments and returns the model"
 )
-OVERRIDES = ("patch", "grid", "kernel", "keep")
+OVERRIDES = ("patch", "grid", "kernel", "keep", "trunk")
 """The flags that override a plan's choices."""
 
 
@@ -46,12 +47,19 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", help="how inputs of layers are held until backward: int8, hosvd:0.8, subspace:64KB, ...; overrides the plan's"
     )
+    parser.add_argument(
+        "--trunk",
+        choices=("float32", "bfloat16"),
+        help="what frozen layers before the first trained one compute in (default: float32); overrides the plan's",
+    )
 
 
 def make_plan(args: argparse.Namespace, **choices: Any) -> Plan:
     """Return the plan that the flags name, with their overrides and others."""
     given = {name: getattr(args, name) for name in OVERRIDES}
-    return Plan.parse(args.plan).override(**given, **choices)
+    trunk = given.pop("trunk")
+    plan = Plan.parse(args.plan).override(**given, **choices)
+    return dataclasses.replace(plan, trunk=trunk or plan.trunk)
 
 
 @contextmanager

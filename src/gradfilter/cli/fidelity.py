@@ -46,8 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage="gradfilter fidelity [--batches N] [--out FOLDER] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
         description=run.__doc__,
         epilog="Data, model and plan are set as in 'gradfilter train', whose --help lists all settings: --data, --model, "
-        "--weights, --resolution, --augment, --plan, --patch, --grid, --kernel, --keep, --batch_norm, --batch, --seed, "
-        "--config, ...",
+        "--weights, --resolution, --augment, --plan, --patch, --grid, --kernel, --keep, --batch_norm, --trunk, --batch, "
+        "--seed, --config, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="how many batches to compare on (default: 4)")

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         "[--batch N] [--SETTING VALUE]",
         description=run.__doc__,
         epilog="Data and model are set as in 'gradfilter train', whose --help lists all settings: --data, --model, --weights, "
-        "--resolution, --augment, --batch_norm, --batch, --seed, --config, ...",
+        "--resolution, --augment, --batch_norm, --trunk, --batch, --seed, --config, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--memory", metavar="BYTES", help="what autograd may hold for a batch, e.g. 64MB")

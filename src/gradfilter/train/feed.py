@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import keep_state, load_keep_state_
+from gradfilter.apply import find_applied, keep_state, load_keep_state_
 from gradfilter.data import ImageSet, Transform
+from gradfilter.errors import SettingsError
 from gradfilter.outputs import find_logits
 from gradfilter.train.batches import Rows, load, seeded, shuffle
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
@@ -69,6 +70,12 @@ class Feed:
 
     def keep(self, place: Place, folder: Path, watch: Watch, shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
+        applied = find_applied(self.model)
+        if applied is not None and applied.plan.trunk == "bfloat16" and not applied.is_exact:
+            raise SettingsError(
+                f"--cache {place} keeps what frozen layers make of an image as the model computes it, but the plan has a trunk "
+                "in bfloat16, which saves nothing where frozen layers run once. Use --trunk float32, or --cache off."
+            )
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
         count = len(self.images)

@@ -256,7 +256,7 @@ def choose_plan_for(
 ) -> Chosen:
     """Choose a plan on the first training batches, for budgets of a training step."""
     feed, _ = make_feeds(settings, data, model, fabric.device)
-    options = {"batch_norm": settings.batch_norm} if settings.batch_norm else {}
+    options = {name: value for name in ("batch_norm", "trunk") if (value := getattr(settings, name))}
     with fabric.autocast():
         return choose_plan(model, list(feed.first(SURVEYED)), make_loss(settings), budgets, settings.batch, **options)
 

@@ -22,6 +22,7 @@ from gradfilter.units import parse_amount
 Optimizer = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["cosine", "constant"]
 Kernel = Literal["lift", "lumped"]
+TrunkType = Literal["float32", "bfloat16"]
 BatchNorm = Literal["eval", "train", "frozen"]
 Precision = Literal["32-true", "bf16-mixed"]
 Triple = tuple[float, float, float]
@@ -64,6 +65,8 @@ class Settings:
         memory: Choose layers and patches for the most useful gradient while autograd holds at most this, e.g. 64MB.
         exact: Train the plan's layers with torch's own, exact backward.
         batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
+        trunk: What frozen layers before the first trained one compute in ("float32" where nothing is said); overrides the
+            plan's.
         epochs: How often to see every training image.
         batch: Images per step.
         optimizer: The optimizer.
@@ -117,6 +120,7 @@ class Settings:
     memory: str | None = None
     exact: bool = False
     batch_norm: BatchNorm | None = None
+    trunk: TrunkType | None = None
     epochs: int = 10
     batch: int = 32
     optimizer: Optimizer = "sgd"
@@ -149,6 +153,8 @@ class Settings:
         wrong = [*self.find_out_of_range(), *self.find_unknown()]
         if self.patch is not None and self.grid is not None:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
+        if self.exact and self.trunk == "bfloat16":
+            wrong.append("--trunk bfloat16 is for a filtered backward, but --exact leaves everything to torch: give one")
         wrong += [*self.find_keep_clashes(), *self.find_memory_clashes()]
         if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
@@ -229,9 +235,8 @@ class Settings:
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
-        choices |= {
-            name: kind for name, kind in (("kernel", Kernel), ("batch_norm", BatchNorm)) if getattr(self, name) is not None
-        }
+        optional = {"kernel": Kernel, "batch_norm": BatchNorm, "trunk": TrunkType}
+        choices |= {name: kind for name, kind in optional.items() if getattr(self, name) is not None}
         return [
             f"--{name} is {value!r}, but must be one of {', '.join(get_args(kind))}"
             for name, kind in choices.items()
@@ -258,7 +263,7 @@ class Settings:
     def make_plan(self) -> Plan:
         """Return the plan: a named one or a file's, with the overrides."""
         plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel, keep=self.keep)
-        return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm)
+        return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm, trunk=self.trunk or plan.trunk)
 
     def make_absolute(self) -> Settings:
         """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere."""

@@ -14,11 +14,12 @@ from typing import Any, get_args
 from gradfilter.errors import PlanError, SettingsError
 from gradfilter.keep import parse_keep
 from gradfilter.plan import is_plan_file
-from gradfilter.train.settings import BatchNorm, Kernel, Settings, make_word
+from gradfilter.train.settings import BatchNorm, Kernel, Settings, TrunkType, make_word
 
-KEYS = ("plan", "patch", "grid", "kernel", "keep", "exact", "batch_norm")
+KEYS = ("plan", "patch", "grid", "kernel", "keep", "exact", "batch_norm", "trunk")
 """The settings that choose a plan: what a variant may change."""
 WORDS: dict[str, tuple[str, ...]] = {"kernel": get_args(Kernel), "batch_norm": get_args(BatchNorm), "exact": ("true", "false")}
+WORDS["trunk"] = get_args(TrunkType)
 USUAL = ("plan=head", "exact", "grid=4", "patch=2", "patch=4")
 """The variants where none are given."""
 CACHE = "cache"
@@ -96,7 +97,7 @@ def parse_changes(text: str) -> dict[str, Any]:
         if key in changes:
             raise SettingsError(f"{key} is said twice. Give one.")
         changes[key] = parse_value(key, value)
-    idle = [key for key in ("patch", "grid", "kernel", "keep") if key in changes and changes.get("exact")]
+    idle = [key for key in ("patch", "grid", "kernel", "keep", "trunk") if key in changes and changes.get("exact")]
     if idle:
         raise SettingsError(f"exact backprop has no {' and no '.join(idle)}. Give one or the other.")
     return changes
@@ -135,7 +136,7 @@ def find_replaced(changes: dict[str, Any]) -> dict[str, Any]:
     if changes.keys() & {"patch", "grid"}:
         replaced |= {"exact": False, "patch": None, "grid": None}
     if changes.get("exact"):
-        replaced |= {"patch": None, "grid": None, "keep": None}
+        replaced |= {"patch": None, "grid": None, "keep": None, "trunk": None}
     if is_plan_file(changes.get("plan", "")):
         replaced |= {"exact": False, "patch": None, "grid": None, "kernel": None, "keep": None}
     return {key: value for key, value in replaced.items() if key not in changes}
