@@ -172,6 +172,7 @@ def add(func: Any, first: Any, second: Any) -> Any:
         x, residual = second, first
     else:
         return NotImplemented
+    assert x.recipe is not None
     recipe = x.recipe.add(residual, pixels(residual))
     if not is_inplace(func, {}):
         return defer_frozen(recipe)
