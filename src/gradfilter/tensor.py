@@ -274,15 +274,14 @@ def coarse(backward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-class CarrierFunction(Function):
-    """What a rule puts into autograd's graph: a function of carriers whose backward is at patch resolution."""
+APPLY: Any = torch._C._FunctionBase.__dict__["apply"]  # type: ignore[attr-defined]
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run forward, by the short way where there are no transforms of torch.func to ask: a network has hundreds of these."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+def call_function(function: type[Function], *args: Any) -> Any:
+    """Call a function of autograd, by the short way where no transform need be asked: a network calls hundreds of them."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return APPLY.__get__(None, function)(*args)
 
 
 def make_carrier(shape: Iterable[int], like: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ def find_nan(dtype: torch.dtype) -> Tensor:
         return torch.full((), float("nan"), dtype=dtype, device="cpu")
 
 
-class Exit(CarrierFunction):
+class Exit(Function):
     """Turn a carrier into its value.
 
     Equation: backward is sum-pool(gy), the adjoint of "the value is constant in each patch" (design: projection).
@@ -335,7 +334,7 @@ class Leave(Exit):
         return value.clone()
 
 
-class Rebind(CarrierFunction):
+class Rebind(Function):
     """Give a value that a rule has changed in place its new carrier; backward is that of `Exit`.
 
     The value comes first: that is where torch, for a view, looks for the gradient of what was there before (there is none).
@@ -358,7 +357,7 @@ EXIT_NODES: tuple[Any, ...] = (Exit._backward_cls, Rebind._backward_cls)  # type
 """The classes of the places in the graph where a region can end."""
 
 
-class Enter(CarrierFunction):
+class Enter(Function):
     """Start a region at a tensor that needs a gradient.
 
     Equation: the carrier is mean-pool(x), so gx = unpool(G / |I|).
@@ -378,7 +377,7 @@ class Enter(CarrierFunction):
         return patches.unpool(mean, ctx.patch, ctx.size, ctx.layout), None, None
 
 
-class AxisMap(CarrierFunction):
+class AxisMap(Function):
     """Apply a linear map that acts on rows and columns alone: regrid, pad, crop, average pooling, interpolation.
 
     Equation: ȳ = M_h x̄ M_wᵀ, so Gx = M_hᵀ G M_w, with M the projection of the pixel map onto patch-constant maps.
@@ -409,7 +408,7 @@ def wrap(
     kind: type[PatchTensor] = PatchTensor,
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
-    x: PatchTensor = Exit.apply(carrier, (value,), patch, layout, choices, kind)  # type: ignore[assignment]
+    x: PatchTensor = call_function(Exit, carrier, (value,), patch, layout, choices, kind)  # type: ignore[assignment]
     x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
     x.means, x.kept, x.watch, x.seen_version = {}, {}, Watch(), x._version
     return x
@@ -421,7 +420,7 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     if not is_traced():
         if not x._is_view():
             x.detach_()
-        Rebind.apply(x, carrier)
+        call_function(Rebind, x, carrier)
     x.carrier, x.origin, x.consumed, x.seen_version = carrier, None, False, x._version
     x.means, x.kept = {}, {}
     return x

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.deferred import can_add, wait
 from gradfilter.keep import Kept, hold
@@ -16,8 +17,8 @@ from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet
 from gradfilter.tensor import (
-    CarrierFunction,
     PatchTensor,
+    call_function,
     coarse,
     defer,
     find_live,
@@ -33,7 +34,7 @@ from gradfilter.tensor import (
 )
 
 
-class Add(CarrierFunction):
+class Add(Function):
     """Carry a gradient back through a·x + b·y between PatchTensors.
 
     Equation: Gx = a·G, Gy = b·G.
@@ -57,7 +58,7 @@ def scaled(g: Tensor, factor: float) -> Tensor:
     return g if factor == 1 else g * factor
 
 
-class Offset(CarrierFunction):
+class Offset(Function):
     """Carry a gradient back through a·x + b·s, s constant over space.
 
     Equation: Gx = a·G, gs = b·ΣG over the patches (and the axes along which s is broadcast).
@@ -77,7 +78,7 @@ class Offset(CarrierFunction):
         return scaled(g, ctx.a), gs, None, None, None
 
 
-class Scale(CarrierFunction):
+class Scale(Function):
     """Carry a gradient back through x·s, s constant over space.
 
     Equation: Gx = G·s, gs = Σ G·x̄ over the patches (and the axes along which s is broadcast).
@@ -99,7 +100,7 @@ class Scale(CarrierFunction):
         return g * s if s is not None else None, gs, None, None
 
 
-class Product(CarrierFunction):
+class Product(Function):
     """Carry a gradient back through x·y between PatchTensors: gates.
 
     Equation: Gx = G·ȳ, Gy = G·x̄, since G is constant in each patch.
@@ -175,7 +176,7 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
     with torch.no_grad():
         y = func(*map(value_of, args), **kwargs)
     if met is not None:
-        return met.finish(y, Add.apply(*met.carriers, a, b, y), x if inplace else None)  # type: ignore[arg-type]
+        return met.finish(y, call_function(Add, *met.carriers, a, b, y), x if inplace else None)  # type: ignore[arg-type]
     carrier = expand_carrier(x, y)
     if carrier is None:
         return NotImplemented
@@ -189,7 +190,7 @@ def add_deferred(x: PatchTensor, residual: PatchTensor, met: Meeting, inplace: b
     """Return the sum of a deferred x and a residual, deferred."""
     assert x.recipe is not None
     value = pixels(residual)
-    carrier: Tensor = Add.apply(*met.carriers, 1, 1, value)  # type: ignore[assignment]
+    carrier: Tensor = call_function(Add, *met.carriers, 1, 1, value)  # type: ignore[assignment]
     recipe = x.recipe.add(residual, value)
     if not inplace:
         return defer(recipe, carrier, met.patch, met.choices)

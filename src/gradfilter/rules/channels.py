@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, CarrierFunction, call, coarse, finish, hold_map, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, call, coarse, finish, hold_map, is_live, make_carrier, pixels, rule
 
 
-class ChannelNorm(CarrierFunction):
+class ChannelNorm(Function):
     """Carry a gradient back through a norm over the channels of each pixel: layer norm, or RMS norm.
 
     Equation: at a pixel y = γ·x̂ + β with x̂ = (x − μ)·s, s = 1/σ, both of the pixel (RMS norm: μ = 0). With h = γ·G and
@@ -123,7 +124,7 @@ def normalize(func: Any, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float
     return call(torch.div, input, call(torch.clamp_min, norm, eps))
 
 
-class Softmax(CarrierFunction):
+class Softmax(Function):
     """Carry a gradient back through a softmax over the channels of each pixel.
 
     Equation: the mean of diag(p) − p pᵀ over a patch has the diagonal v = mean of p·(1 − p), which is kept as it is; for its
@@ -146,7 +147,7 @@ class Softmax(CarrierFunction):
         return da * g - a * (a * g).sum(ctx.axis, keepdim=True), None, None, None, None
 
 
-class LogSoftmax(CarrierFunction):
+class LogSoftmax(Function):
     """Carry a gradient back through the logarithm of a softmax over the channels of each pixel.
 
     Equation: with p̄ the patch means of the softmax, Gx = G − p̄·Σ_c G_c.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter import patches
 from gradfilter.deferred import can_defer
@@ -18,8 +19,8 @@ from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
 from gradfilter.tensor import (
-    CarrierFunction,
     PatchTensor,
+    call_function,
     coarse,
     defer,
     is_live,
@@ -65,7 +66,7 @@ SHORT = 256
 """Numbers of a kernel below which a product is no matter of passes over memory."""
 
 
-class Conv(CarrierFunction):
+class Conv(Function):
     """Carry a gradient back through conv2d or conv_transpose2d.
 
     Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
@@ -99,7 +100,7 @@ class ConvOrigin(NamedTuple):
     geometry: Geometry
 
 
-class ConvNorm(CarrierFunction):
+class ConvNorm(Function):
     """Carry a gradient back through a convolution and the eval-mode batch norm behind it, as one function.
 
     Equation: with v = w·γ/σ the folded kernel and gV the gradient of the coarse twin at v,
@@ -266,7 +267,7 @@ def finish_conv(
     if weight.requires_grad:
         with torch.no_grad():
             kept = keep_input(read, pool_input(read, geometry), choices, y.dtype)
-    carrier: Tensor = Conv.apply(read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
+    carrier: Tensor = call_function(Conv, read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
     if recipe is not None:
         return defer(recipe, carrier, geometry.out_patch, choices, origin)

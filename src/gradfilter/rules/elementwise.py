@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
@@ -17,7 +18,7 @@ from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_area
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import (
-    CarrierFunction,
+    call_function,
     coarse,
     finish,
     hold_map,
@@ -30,7 +31,7 @@ from gradfilter.tensor import (
 )
 
 
-class Derivative(CarrierFunction):
+class Derivative(Function):
     """Carry a gradient back through an elementwise f of one or more maps.
 
     Equation: Gx = G · D with D the mean over the patch of ∂f/∂x, for each map x.
@@ -50,7 +51,7 @@ class Derivative(CarrierFunction):
         return None, None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True))
 
 
-class StepDerivative(CarrierFunction):
+class StepDerivative(Function):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
     Equation: Gx = G · (low + (high − low)·count/|I|), count = the pixels of the patch on the steep piece.
@@ -159,7 +160,7 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = None if fused is None else fused.slope
         if count is None:
             count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
-    carrier: Tensor = StepDerivative.apply(x.carrier, count, (slope, 1.0), spatial_size(x), x.patch, x.spatial)  # type: ignore[assignment]
+    carrier: Tensor = call_function(StepDerivative, x.carrier, count, (slope, 1.0), spatial_size(x), x.patch, x.spatial)  # type: ignore[assignment]
     return finish(x, y, carrier, inplace=inplace, mean=None if fused is None else fused.mean)
 
 
@@ -214,7 +215,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return met.finish(y, carrier, args[0] if inplace else None)
 
 
-class PReLU(CarrierFunction):
+class PReLU(Function):
     """Carry a gradient back through PReLU.
 
     Equation: Gx = G · (w + (1 − w)·count/|I|), gw = Σ G · mean over the patch of min(0, z).

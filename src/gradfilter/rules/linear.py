@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.keep import Kept, Tucker
 from gradfilter.keep.base import load, save
@@ -17,7 +18,6 @@ from gradfilter.rules.functions import find_functions
 from gradfilter.tensor import (
     EXPECTED_EXITS,
     REGION_ENDS,
-    CarrierFunction,
     PatchTensor,
     coarse,
     finish,
@@ -55,7 +55,7 @@ def multiply_kept(g: Tensor, g_term: str, kept: Tensor | Tucker, x_term: str, re
     return contract([g_term, *terms], [g, *tensors], result)
 
 
-class Linear(CarrierFunction):
+class Linear(Function):
     """Carry a gradient back through a linear map of the last axis.
 
     Equation: Gx = G·w, gw = Σ Gᵀ x̄, gb = Σ G over all patches: a 1×1 convolution in another layout.
@@ -114,7 +114,7 @@ def matmul(func: Any, input: Tensor, other: Tensor) -> Any:
     return REGION_ENDS if attention else NotImplemented
 
 
-class Einsum(CarrierFunction):
+class Einsum(Function):
     """Carry a gradient back through an einsum of a map and a plain tensor that leaves rows and columns alone.
 
     Equation: with y = einsum("x,w->y"), Gx = einsum("y,w->x")(G, w), gw = einsum("y,x->w")(G, x̄).

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.errors import InputError
@@ -16,8 +17,8 @@ from gradfilter.patches import Pair, is_map, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import (
     EXPECTED_EXITS,
-    CarrierFunction,
     PatchTensor,
+    call_function,
     coarse,
     defer,
     finish,
@@ -51,7 +52,7 @@ def share_sums(sums: Tensor, shared: int, is_batch: bool) -> Tensor:
     return sums.unflatten(1, (-1, shared)).sum(2).repeat_interleave(shared, 1)
 
 
-class NormEval(CarrierFunction):
+class NormEval(Function):
     """Carry a gradient back through a batch norm in eval mode.
 
     Equation: Gx = G·γ/σ, gβ = Σ G, gγ = Σ G·(x̄ − μ)/σ.
@@ -92,7 +93,7 @@ class NormEval(CarrierFunction):
         return gx, g_gamma, g_beta, None, None, None, None, None
 
 
-class NormTrain(CarrierFunction):
+class NormTrain(Function):
     """Carry a gradient back through a norm with the statistics of its input: batch, group or instance norm.
 
     Equation: with x̂̄ the patch means of the normalised input, h = γ·G, and sums over what shares a statistic, M pixels
@@ -177,7 +178,9 @@ def batch_norm(
     trains_gamma = weight is not None and weight.requires_grad
     origin = x.origin
     if isinstance(origin, ConvOrigin) and (origin.kept is not None or not trains_gamma):
-        carrier = ConvNorm.apply(origin.carrier, origin.w, origin.b, weight, bias, *statistics, origin.kept, origin.geometry, y)
+        carrier = call_function(
+            ConvNorm, origin.carrier, origin.w, origin.b, weight, bias, *statistics, origin.kept, origin.geometry, y
+        )
     else:
         x_bar = hold_map(mean(x), x.choices) if trains_gamma else None
         carrier = NormEval.apply(x.carrier, weight, bias, *statistics, x_bar, y)

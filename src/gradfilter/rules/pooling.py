@@ -9,12 +9,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter import native
 from gradfilter.patches import Pair, count_cells, count_dtype, is_nhwc, make_areas, map_size, pool_sum
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
-from gradfilter.tensor import CarrierFunction, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
 
 class Windows(NamedTuple):
@@ -132,7 +133,7 @@ def count_scattered(indices: Tensor, width: int, windows: Windows) -> Tensor:
     return counts.to(count_dtype(windows.out_patch)).reshape(n, c, out_h, out_w, places)
 
 
-class MaxPool(CarrierFunction):
+class MaxPool(Function):
     """Carry a gradient back through max pooling.
 
     Equation: Gx[J] = Σ_I G_I/|I| · #{ i in I : the maximum of window i lies in J }.

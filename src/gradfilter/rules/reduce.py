@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
@@ -15,7 +16,6 @@ from gradfilter.patches import Layout, Pair, count_cells, make_areas, map_size, 
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate, find_functions
 from gradfilter.tensor import (
-    CarrierFunction,
     PatchTensor,
     coarse,
     hold_map,
@@ -28,7 +28,7 @@ from gradfilter.tensor import (
 )
 
 
-class Spread(CarrierFunction):
+class Spread(Function):
     """Leave a region through the sum or the mean over space, and perhaps other axes.
 
     Equation: G = gy·|I|, for the mean gy·|I| over the number of values.
@@ -51,7 +51,7 @@ class Spread(CarrierFunction):
         return (gy * (areas / ctx.count)).expand(ctx.shape), None, None, None, None, None, None
 
 
-class Reduction(CarrierFunction):
+class Reduction(Function):
     """Leave a region through any function of each channel of each image, or of all of them.
 
     Equation: G = gy · Σ over the patch of ∂y/∂x.
@@ -72,7 +72,7 @@ class Reduction(CarrierFunction):
         return gy.reshape(ctx.kept) * derivative, None, None, None
 
 
-class ChannelReduction(CarrierFunction):
+class ChannelReduction(Function):
     """Carry a gradient back through a reduction of the channels of each pixel.
 
     Equation: Gx = G · D with D the mean over the patch of ∂y/∂x; for a sum D is 1, for a mean 1 over their number.

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.patches import Matrix, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
-from gradfilter.tensor import AxisMap, CarrierFunction, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import AxisMap, PatchTensor, coarse, finish, is_live, make_carrier, pixels, rule
 
 
 def find_matrix(f: Callable[[Tensor], Tensor], size: int) -> Matrix:
@@ -152,7 +153,7 @@ def interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = 
     return map_axes(x, y, make_axis)
 
 
-class Shuffle(CarrierFunction):
+class Shuffle(Function):
     """Carry a gradient back through a pixel shuffle, which lays r² channels out as the pixels of an r times larger map.
 
     Equation: Gx[c·r² + f·r + e] = S_fᵀ G[c] S_e, with S_f the projection of filling every r-th pixel from f on.
@@ -176,7 +177,7 @@ class Shuffle(CarrierFunction):
         return slots.transpose(3, 4).reshape(ctx.shape), None, None
 
 
-class Unshuffle(CarrierFunction):
+class Unshuffle(Function):
     """Carry a gradient back through a pixel unshuffle, which lays the pixels of each r×r block out as channels.
 
     Equation: Gx[c] = Σ_fe U_fᵀ G[c·r² + f·r + e] U_e, with U_f the projection of reading every r-th pixel from f on.

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from gradfilter.errors import InputError
 from gradfilter.patches import PAD_MODES, is_map, pad_axis
 from gradfilter.rules.meet import meet
 from gradfilter.tensor import (
     AxisMap,
-    CarrierFunction,
     PatchTensor,
     coarse,
     find_live,
@@ -83,7 +83,7 @@ def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float
     return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None, layout)
 
 
-class Cat(CarrierFunction):
+class Cat(Function):
     """Carry a gradient back through a concatenation along another axis than rows and columns.
 
     Equation: each part gets its slice of G.
@@ -151,7 +151,7 @@ def stack(func: Any, tensors: Any, dim: int = 0) -> Any:
     return wrap(y, carrier, met.patch, met.choices, layout=layout)
 
 
-class Copy(CarrierFunction):
+class Copy(Function):
     """Carry a gradient back through a change of dtype, device or memory format.
 
     Equation: Gx = G.
