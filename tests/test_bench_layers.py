@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
-from gradfilter.bench import layers
+from gradfilter.bench import layers, profile
 from gradfilter.bench.__main__ import main
 from gradfilter.bench.layers import Layer
 from gradfilter.patches import make_areas, unpool
@@ -42,3 +43,16 @@ def test_all_sides_give_the_gradients_they_stand_for(method):
     want = torch.autograd.grad(conv(leaf := x.requires_grad_()), [leaf, conv.weight], gy)
     for layout in layers.LAYOUTS.values():
         torch.testing.assert_close(layers.make_exact(x, gy, conv.weight, layout)()[:2], want)
+
+
+def test_the_profile_counts_work_and_adds_up():
+    report = profile.measure("cifar-resnet20", "patch 4", 2, 32, rounds=1, threads=1)
+    sides = {row[0] for row in report.rows}
+    assert sides == {"inference", "step, patch 4"}
+    for side in sides:
+        times = {row[1]: row[3] for row in report.rows if row[0] == side}
+        assert times["all"] == pytest.approx(sum(ms for name, ms in times.items() if name != "all"))
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 1))
+    flops, moved = profile.count_work(network, torch.zeros(2, 3, 8, 8))
+    assert flops == 2 * 2 * 16 * (4 * 27 + 8 * 4)
+    assert moved == 4 * 2 * (3 * 64 + 4 * 16 + 4 * 16 + 8 * 16)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, paper, planner
+from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, paper, planner, profile
 from gradfilter.errors import GradFilterError
 
 HELP = {
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     add(commands, "keeps", data=True, model="mcunet-in3", weights="pretrained", batch=None, pixels=None, rounds=7, threads=1)
     sub = add(commands, "layers", batch=32, rounds=5)
     sub.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    sub = add(commands, "profile", model="mobilenet_v2", batch=32, pixels=224, rounds=5, threads=1)
+    sub.add_argument("--choice", default="patch4", help="patch4, grid4, …")
     add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
     args = parser.parse_args(argv)
     try:
@@ -87,6 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "keeps":
             sizes = args.batch, args.pixels, args.rounds, args.threads
             reports = keeps.measure(args.data, args.label, args.model, args.weights, *sizes)
+        elif args.command == "profile":
+            choice = re.sub(r"(?<=[a-z])(?=[0-9])", " ", args.choice)
+            reports = [profile.measure(args.model, choice, args.batch, args.pixels, args.rounds, args.threads)]
         elif args.command == "layers":
             reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
         else:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradfilter.native.library import can_run, check, load
+from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
@@ -167,12 +167,10 @@ def _run(
         return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
     result, fields, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
     geometry = (*x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
-    library, threads = load(), torch.get_num_threads()
-    assert library is not None
     if kernel == "depthwise":
-        check(library.gf_depthwise_map(_DEPTHWISE.pack(*fields, *geometry), threads))
+        call("depthwise", _DEPTHWISE.pack(*fields, *geometry))
     else:
-        check(library.gf_dense_map(_DENSE.pack(*fields, x.shape[1], *geometry), threads))
+        call("dense", _DENSE.pack(*fields, x.shape[1], *geometry))
     del held
     return result
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gradfilter.native.library import DTYPES, can_run, check, is_on, load
+from gradfilter.native.library import DTYPES, call, can_run, is_on, load
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
@@ -62,7 +62,7 @@ def run_pass(
         0 if mean is None else mean.data_ptr(),
         0 if slope is None else slope.data_ptr(),
     )
-    check(load().gf_norm_act_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    call("norm_act", task)
 
 
 def norm_act(

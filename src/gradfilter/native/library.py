@@ -101,7 +101,13 @@ def can_run(x: Tensor) -> bool:
     )
 
 
-def check(code: int) -> None:
-    """Raise where a call into the library found no memory."""
+def call(name: str, task: bytes) -> None:
+    """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator."""
+    function = getattr(load(), f"gf_{name}_map")
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(f"gradfilter::{name}"):
+            code = function(task, torch.get_num_threads())
+    else:
+        code = function(task, torch.get_num_threads())
     if code:
         raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")

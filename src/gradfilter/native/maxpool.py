@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import can_run, check, load
+from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.values import Pair, count_cells, count_dtype
 
@@ -89,7 +89,7 @@ def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
         *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
         *(places, columns.reach, 0 if named else winners.element_size()),
     )
-    check(load().gf_max_pool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    call("max_pool", task)
     return Pooled(y, mean, winners)
 
 
@@ -111,7 +111,7 @@ def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Ten
     gx = torch.zeros(n, *in_cells, c)
     size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
-    check(load().gf_max_route_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    call("max_route", task)
     return gx.permute(0, 3, 1, 2)
 
 

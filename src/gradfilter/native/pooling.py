@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.native.fused import memory_format, run_pass
-from gradfilter.native.library import DTYPES, can_run, check, load
+from gradfilter.native.library import DTYPES, call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import pool, torch_unpool
 from gradfilter.native.values import IDENTITY, Pair, count_cells
@@ -55,5 +55,5 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     layout = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
     task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr())
-    check(load().gf_unpool_map(task, torch.get_num_threads()))  # type: ignore[union-attr]
+    call("unpool", task)
     return y
