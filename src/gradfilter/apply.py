@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
+from gradfilter.carriers import EXIT_NODES
 from gradfilter.deferred import Handle
 from gradfilter.environment import has_bfloat16
 from gradfilter.errors import ExitWarning, InputError, PlanError, TrunkWarning
@@ -25,7 +26,7 @@ from gradfilter.keep import FULL, State
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved, resolve
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import EXIT_NODES, enter, is_live, is_traced, leave, plain_torch, regrid
+from gradfilter.tensor import enter, is_live, is_traced, leave, plain_torch, regrid
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import can_add, wait
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
@@ -16,22 +17,7 @@ from gradfilter.patches import Layout, Pair, count_cells, pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet
-from gradfilter.tensor import (
-    PatchTensor,
-    call_function,
-    coarse,
-    defer,
-    find_live,
-    finish,
-    hold_map,
-    is_live,
-    leave,
-    make_carrier,
-    mean,
-    pixels,
-    rule,
-    spatial_size,
-)
+from gradfilter.tensor import PatchTensor, defer, find_live, finish, hold_map, is_live, leave, mean, pixels, rule, spatial_size
 
 
 class Add(Function):

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import coarse, make_carrier
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, call, coarse, finish, hold_map, is_live, make_carrier, pixels, rule
+from gradfilter.tensor import REGION_ENDS, call, finish, hold_map, is_live, pixels, rule
 
 
 class ChannelNorm(Function):

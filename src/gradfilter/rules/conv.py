@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter import patches
+from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
@@ -18,20 +19,7 @@ from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
-from gradfilter.tensor import (
-    PatchTensor,
-    call_function,
-    coarse,
-    defer,
-    is_live,
-    is_traced,
-    keep_input,
-    make_carrier,
-    mean,
-    pixels,
-    rule,
-    wrap,
-)
+from gradfilter.tensor import PatchTensor, defer, is_live, is_traced, keep_input, mean, pixels, rule, wrap
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:

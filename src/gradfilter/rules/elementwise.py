@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
@@ -17,18 +18,7 @@ from gradfilter.native import CLAMP, LEAKY, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import (
-    call_function,
-    coarse,
-    finish,
-    hold_map,
-    is_live,
-    is_traced,
-    make_carrier,
-    pixels,
-    rule,
-    spatial_size,
-)
+from gradfilter.tensor import finish, hold_map, is_live, is_traced, pixels, rule, spatial_size
 
 
 class Derivative(Function):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import coarse, make_carrier
 from gradfilter.keep import Kept, Tucker
 from gradfilter.keep.base import load, save
 from gradfilter.keep.contract import contract
@@ -19,11 +20,9 @@ from gradfilter.tensor import (
     EXPECTED_EXITS,
     REGION_ENDS,
     PatchTensor,
-    coarse,
     finish,
     is_live,
     keep_input,
-    make_carrier,
     mean,
     pixels,
     rule,

@@ -9,27 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.errors import InputError
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Pair, is_map, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
-from gradfilter.tensor import (
-    EXPECTED_EXITS,
-    PatchTensor,
-    call_function,
-    coarse,
-    defer,
-    finish,
-    hold_map,
-    is_live,
-    make_carrier,
-    mean,
-    pixels,
-    rule,
-    wrap,
-)
+from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, defer, finish, hold_map, is_live, mean, pixels, rule, wrap
 
 # Divides by a window of neighbouring channels: a coarse form would need the moments of all channels with all others.
 EXPECTED_EXITS.add(F.local_response_norm)

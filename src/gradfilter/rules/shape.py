@@ -10,23 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter.carriers import AxisMap, coarse, make_carrier
 from gradfilter.errors import InputError
 from gradfilter.patches import PAD_MODES, is_map, pad_axis
 from gradfilter.rules.meet import meet
-from gradfilter.tensor import (
-    AxisMap,
-    PatchTensor,
-    coarse,
-    find_live,
-    finish,
-    is_live,
-    make_carrier,
-    note_exit,
-    pixels,
-    rule,
-    spatial_size,
-    wrap,
-)
+from gradfilter.tensor import PatchTensor, find_live, finish, is_live, note_exit, pixels, rule, spatial_size, wrap
 
 
 class Padded(NamedTuple):
