@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: setup native sanitize demo test lint bench clean
+.PHONY: setup native sanitize demo test test-torch lint bench clean
 
 setup: .venv/.ready
 
@@ -35,6 +35,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# The engine as it runs where the C library was not built. (All tests do: GRADFILTER_NATIVE=0 make test.)
+ENGINE := apply bfloat16_trunk bypass cost deferred exits frozen inplace native_build saved twin
+test-torch: setup
+	GRADFILTER_NATIVE=0 $(BIN)/python -m pytest -q -n $(WORKERS) $(ENGINE:%=tests/test_%.py)
 
 lint: setup
 	$(BIN)/ruff check .

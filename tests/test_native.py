@@ -27,7 +27,7 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 37), st.integers(1, 13), st
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6)) | st.sampled_from([(1, 1), (4, 4), (7, 1), (16, 16), (20, 30)])
 layouts = st.sampled_from(LAYOUTS)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=60)
 
 
 @pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")

@@ -16,7 +16,7 @@ LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # ty
 STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
 ACTS = (*STEPS, native.HARDSWISH, native.SILU)
 
-quick = settings(deadline=None, max_examples=150)
+quick = settings(deadline=None, max_examples=60)
 batches = st.integers(1, 3)
 channels = st.integers(16, 53) | st.sampled_from([16, 24, 32, 96])
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6)) | st.sampled_from([(1, 1), (2, 2), (4, 4), (20, 30)])

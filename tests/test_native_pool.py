@@ -25,7 +25,7 @@ POOLINGS = {
 }
 
 pairs = st.tuples(st.integers(1, 5), st.integers(1, 5))
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=60)
 
 
 class Map:
