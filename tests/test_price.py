@@ -105,6 +105,14 @@ def test_flops_and_bytes_of_peers(tiny):
     assert rows[LAYERWISE]["backward flops"] < rows["all layers, patch 4"]["backward flops"] < rows[EXACT]["backward flops"] / 4
 
 
+def test_without_peers_there_is_inference_and_the_plans():
+    report = price.measure([TINY], ONE_PLAN, price.Options(rounds=1, compile_seconds=0, peers=False))
+    methods = [row[list(report.columns).index("method")] for row in report.rows]
+    assert methods == [INFERENCE, sides.FOLDED, *ONE_PLAN]
+    assert all(row[list(report.columns).index("step / exact")] is None for row in report.rows)
+    assert report.name.endswith("-alone")
+
+
 def test_sides_take_turns(monkeypatch):
     calls, seconds = [], iter(range(1, 100))
 

@@ -27,6 +27,12 @@ LEAST_SECONDS = 1.0
 """Energy is counted over so long at least: counters move a thousand times a second at best."""
 
 
+ALONE = (
+    "Inference and gradfilter alone: no other training in the process, whose freed gigabytes would spare inference the page "
+    "faults that it takes by itself."
+)
+
+
 def make_name(model: str) -> str:
     """Return the name of a model's report, of which files are named."""
     return f"bench-{re.sub('[^A-Za-z0-9_.-]', '-', model)}"
@@ -72,6 +78,8 @@ class Options:
         allocator: "default" or "keep"; it is for whoever calls to have set it.
         picture: Whether to draw.
         watch: Told what is being done.
+        peers: Whether others that train are measured, too. Their gigabytes change what the C library keeps for later, and with
+            that the time of inference.
     """
 
     rounds: int = 7
@@ -80,6 +88,7 @@ class Options:
     allocator: str = DEFAULT
     picture: bool = False
     watch: Callable[[str], None] = lambda _: None
+    peers: bool = True
 
 
 OPTIONS = Options()
@@ -91,7 +100,7 @@ def measure(
     """Return the table: for each case a row for every side."""
     model, before = cases[0].model, torch.get_num_threads()
     title = f"The price of a training step: {model}, {cases[0].weights or 'random'} weights, {cases[0].pixels} px"
-    report = Report(make_name(model), title, command, COLUMNS)
+    report = Report(make_name(model) + ("" if options.peers else "-alone"), title, command, COLUMNS)
     counter, energy = find_counter()
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
@@ -118,7 +127,7 @@ def measure_case(
     """Return the rows of one case, and what there is to say about it."""
     where = f"batch {case.batch}, {case.threads} {'thread' if case.threads == 1 else 'threads'}"
     stage = set_up(case)
-    sides = make_sides(plans, options.compile_seconds)
+    sides = make_sides(plans, options.compile_seconds, options.peers)
     found, runs = run_sides(stage, sides, options.rounds, lambda text: options.watch(f"{where}: {text}"))
     if counter is not None:
         joules = take_turns({name: partial(count_joules, counter, run) for name, run in runs.items()}, 2)
@@ -128,7 +137,7 @@ def measure_case(
         if name != COMPILED:
             options.watch(f"{where}: resident memory, {name}")
             found[name].resident_bytes = measure_resident(case, stage.layout, options.allocator, plans, name)
-    remarks = [describe_sides(stage.network, plans)]
+    remarks = [describe_sides(stage.network, plans)] if options.peers else [ALONE]
     remarks.append(
         f"{where}: maps are {stage.layout} on all sides (contiguous inference takes {stage.layout_ratio:.2f} of the time of "
         "channels-last)."

@@ -58,19 +58,19 @@ class Side:
     exact: str = EXACT
 
 
-def make_sides(plans: Mapping[str, Plan], compile_seconds: float = 0) -> dict[str, Side]:
+def make_sides(plans: Mapping[str, Plan], compile_seconds: float = 0, peers: bool = True) -> dict[str, Side]:
     """Return all sides by name, in the order of the table.
 
     Args:
         plans: The plans by name.
         compile_seconds: How long torch.compile may take; 0 leaves that side out.
+        peers: Whether others that train are measured, too.
     """
-    sides = {
-        INFERENCE: Side(lambda model, _: model.eval(), trains=False),
-        FOLDED: Side(fold, trains=False),
-        EXACT: Side(lambda model, _: freeze_statistics_(model)),
-        CHECKPOINTED: Side(lambda model, _: checkpoint_blocks_(freeze_statistics_(model))),
-    }
+    sides = {INFERENCE: Side(lambda model, _: model.eval(), trains=False), FOLDED: Side(fold, trains=False)}
+    if not peers:
+        return sides | {name: Side(partial(apply_plan, plan)) for name, plan in plans.items()}
+    sides[EXACT] = Side(lambda model, _: freeze_statistics_(model))
+    sides[CHECKPOINTED] = Side(lambda model, _: checkpoint_blocks_(freeze_statistics_(model)))
     if compile_seconds:
         sides[COMPILED] = Side(partial(compile_exactly, compile_seconds))
     first = next(iter(plans))

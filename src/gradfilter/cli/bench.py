@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     elif args.curves:
         raise SettingsError("--curves draws a picture, and needs a place for it: give --save FOLDER.")
     set_allocator(args.allocator)
-    options = price.Options(args.rounds, args.compile, args.memory, args.allocator, picture, tell)
+    options = price.Options(args.rounds, args.compile, args.memory, args.allocator, picture, tell, args.peers == "all")
     command = shlex.join(["gradfilter", "bench", *argv])
     report = price.measure(cases, plans, options, command)
     show(report, args.save)
@@ -61,6 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=300,
         metavar="SECONDS",
         help="how long torch.compile may take (default: 300; 0: none)",
+    )
+    parser.add_argument(
+        "--peers", choices=("all", "none"), default="all", help="measure exact training and its variants, too (default: all)"
     )
     parser.add_argument("--memory", action="store_true", help="measure resident memory too, each method in fresh processes")
     parser.add_argument("--curves", action="store_true", help="also vary batch, image, patch and threads, one at a time")
