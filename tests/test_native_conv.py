@@ -99,7 +99,8 @@ def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, w
 def run_pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope=True):
     """Return what the library gives and what torch does."""
     assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "dense"
-    got = native.pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope)
+    one, size = (1, 1), (x.shape[2], x.shape[3])
+    got = native.dense(x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
     y = F.conv2d(x, w)
     if bias is not None:
         y += bias[:, None, None]
@@ -187,7 +188,7 @@ def test_rounds_like_torch_on_ordinary_numbers():
     got = native.depthwise(x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w, None, 1, 2, 1, 40)), rtol=1e-4, atol=1e-5)
     w = torch.randn(40, 40, 1, 1, generator=generator)
-    got = native.pointwise(x, w, None, scale, shift, native.SILU, (4, 4))
+    got = native.dense(x, w, None, (1, 1), (0, 0), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w)), rtol=1e-4, atol=1e-5)
 
 

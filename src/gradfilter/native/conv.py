@@ -122,22 +122,6 @@ def dense(
     return _run("dense", x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, want_slope)
 
 
-def pointwise(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
-    residual: Tensor | None = None,
-    want_slope: bool = True,
-) -> Fused:
-    """Return what `dense` returns for a kernel of one pixel, without stride and padding."""
-    one, size = (1, 1), (x.shape[2], x.shape[3])
-    return dense(x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
-
-
 def _run(
     kernel: str,
     x: Tensor,

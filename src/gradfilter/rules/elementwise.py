@@ -14,11 +14,11 @@ from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.native import CLAMP, LEAKY, Act
+from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import finish, hold_map, is_live, is_traced, pixels, rule, spatial_size
+from gradfilter.tensor import PatchTensor, finish, hold_map, is_live, is_traced, pixels, rule, spatial_size
 
 
 class Derivative(Function):
@@ -167,6 +167,20 @@ FUNCTIONS = (
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
 
+SMOOTH = {"hardswish": HARDSWISH, "silu": SILU}
+"""Functions that the fused pass knows, with their derivatives."""
+
+
+def run_smooth(x: PatchTensor, act: Act, inplace: bool) -> Tensor | None:
+    """Return an activation of a map in one pass with what waits for it, `None` where there is no such pass."""
+    with torch.no_grad():
+        fused = run_act(x, act, inplace)
+        slope = None if fused is None else hold_map(fused.slope, x.choices, x.spatial)
+    if fused is None or slope is None:
+        return None
+    return finish(x, fused.y, Derivative.apply(fused.y, (slope,), x.carrier), inplace=inplace, mean=fused.mean)  # type: ignore[arg-type]
+
+
 @rule(*find_functions(*ACTIVATIONS, *FUNCTIONS, *DROPOUTS), any_layout=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any elementwise function; autograd itself gives the derivatives, of which the patch means are kept.
@@ -178,6 +192,10 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         # In place, a dropout of nothing does not touch its input: torch allows it on parts that must not be changed.
         if not kwargs.get("training", True) or (inplace and kwargs.get("p") == 0):
             return args[0]
+    act = SMOOTH.get(func.__name__.rstrip("_"))
+    if act is not None and is_live(args[0]) and args[0].patch != (1, 1) and is_map(args[0], args[0].spatial):
+        if (y := run_smooth(args[0], act, inplace)) is not None:
+            return y
     places = [i for i, v in enumerate(args) if isinstance(v, Tensor) and v.requires_grad]
     if any(isinstance(v, Tensor) and v.requires_grad for v in kwargs.values()) or (inplace and not is_live(args[0])):
         return NotImplemented
