@@ -14,7 +14,7 @@ from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.patches import Axis, Pair, apply_axes, is_nhwc, make_pair, map_size
+from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.recipe import Recipe, find_convolution, watch
 from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
@@ -48,10 +48,6 @@ def orient(w: Tensor, geometry: Geometry) -> Tensor:
     if not geometry.is_transposed:
         return w
     return w.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1)
-
-
-SHORT = 256
-"""Numbers of a kernel below which a product is no matter of passes over memory."""
 
 
 class Conv(Function):
@@ -156,12 +152,8 @@ def scales_gradient(g: Tensor, w: Tensor, gamma: Tensor | None) -> bool:
 
 
 def dot_kernels(gw: Tensor, w: Tensor) -> Tensor:
-    """Return ⟨gw, w⟩ per output channel, without a copy of either."""
-    if w[0].numel() < SHORT:
-        return (gw * w).sum((1, 2, 3))
-    if is_nhwc(gw) and is_nhwc(w):
-        gw, w = gw.permute(0, 2, 3, 1), w.permute(0, 2, 3, 1)
-    return torch.bmm(gw.reshape(len(w), 1, -1), w.reshape(len(w), -1, 1))[:, 0, 0]
+    """Return ⟨gw, w⟩ per output channel."""
+    return (gw * w).sum((1, 2, 3))
 
 
 def resolve_padding(padding: str | int | tuple[int, ...], kernel: Pair, dilation: Pair, fold: tuple[int, ...]) -> Pair:
