@@ -337,9 +337,10 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
     joint = find_joint_taps(geometry, g)
     out, taps, cells = joint.shape
     joint = joint.transpose(0, 1).reshape(taps, out * cells)
-    by_channel = g.transpose(0, 1).reshape(channels, n, out)
+    # Copies, for a batched product of views on channels-last maps is a loop over channels.
+    by_channel = g.transpose(0, 1).reshape(channels, n, out).contiguous()
     if kept is not None:
-        g_operator = by_channel.transpose(1, 2) @ kept.transpose(0, 1).reshape(channels, n, cells)
+        g_operator = by_channel.transpose(1, 2) @ kept.transpose(0, 1).reshape(channels, n, cells).contiguous()
         gw = (g_operator.reshape(channels, -1) @ joint.t()).reshape(w.shape)
     if need_gx:
         operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)
