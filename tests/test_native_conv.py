@@ -1,6 +1,7 @@
 """The library's convolutions: equal to torch's, with what follows them, over drawn shapes and at every level."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, w
     groups, kernel = (len(w), "depthwise") if w.shape[1] == 1 else (1, "dense")
     _, _, stride, dilation, padding, out = zip(rows, columns, strict=True)
     assert native.can_convolve(x, w, stride, padding, dilation, groups) == kernel
-    run = native.depthwise if kernel == "depthwise" else native.dense
+    run = partial(native.convolve, kernel)
     got = run(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
     after = [(o - 1) * s + (k - 1) * d + 1 - p - n for n, k, s, d, p, o in (rows, columns)]
     padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
@@ -100,7 +101,7 @@ def run_pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope=Tru
     """Return what the library gives and what torch does."""
     assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "dense"
     one, size = (1, 1), (x.shape[2], x.shape[3])
-    got = native.dense(x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
+    got = native.convolve("dense", x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
     y = F.conv2d(x, w)
     if bias is not None:
         y += bias[:, None, None]
@@ -185,10 +186,10 @@ def test_rounds_like_torch_on_ordinary_numbers():
         return F.silu(F.batch_norm(y, mean, var, gamma, beta))
 
     w = torch.randn(40, 1, 5, 5, generator=generator)
-    got = native.depthwise(x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
+    got = native.convolve("depthwise", x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w, None, 1, 2, 1, 40)), rtol=1e-4, atol=1e-5)
     w = torch.randn(40, 40, 1, 1, generator=generator)
-    got = native.dense(x, w, None, (1, 1), (0, 0), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
+    got = native.convolve("dense", x, w, None, (1, 1), (0, 0), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w)), rtol=1e-4, atol=1e-5)
 
 
@@ -210,8 +211,8 @@ def test_runs_in_torch_what_the_library_cannot():
         assert native.can_convolve(image, w.to(image.dtype), (1, 1), (1, 1), (1, 1), 20) is None
     ends = (None, (1, 1), (1, 1), (1, 1), (9, 9), None, None, native.RELU6, (4, 4))
     with native.off():
-        expected = native.depthwise(last(x), w, *ends)
-    for got in (native.depthwise(x, w, *ends), native.depthwise(last(x), w, *ends)):
+        expected = native.convolve("depthwise", last(x), w, *ends)
+    for got in (native.convolve("depthwise", x, w, *ends), native.convolve("depthwise", last(x), w, *ends)):
         for g, e in zip(got, expected, strict=True):
             torch.testing.assert_close(g, e, rtol=0, atol=0)
 

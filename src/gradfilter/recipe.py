@@ -12,8 +12,6 @@ from gradfilter.errors import InputError
 from gradfilter.native import IDENTITY, Act, Fused
 from gradfilter.patches import Pair
 
-KERNELS = {"dense": native.dense, "depthwise": native.depthwise}
-"""The library's convolutions by name."""
 Sources = tuple[tuple[Tensor, int], ...]
 """Tensors, each with the version that is meant."""
 
@@ -23,7 +21,7 @@ class Convolution:
     """A convolution that the library computes, with copies of its parameters: hooks may change those before it runs.
 
     Attributes:
-        kernel: Which of the library's functions does.
+        kernel: Which of the library's kernels does.
         size: Size `(h, w)` of the output.
     """
 
@@ -41,7 +39,7 @@ class Convolution:
     ) -> Fused:
         """Compute act(conv(x)·scale + shift + residual)."""
         where = self.stride, self.padding, self.dilation, self.size
-        return KERNELS[self.kernel](x, self.w, self.b, *where, scale, shift, act, patch, residual)
+        return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual)
 
 
 @dataclass(frozen=True)

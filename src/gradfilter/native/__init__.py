@@ -1,13 +1,13 @@
 """Passes over maps in a small C library, on memory that is used again; in torch where there is no library.
 
-`norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `depthwise`, `dense`
-and `dense` are convolutions that end in such a pass; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
+`norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
+convolution that ends in such a pass; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
 `max_pool` is max pooling with the cells in which the maxima lie; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
 
-from gradfilter.native.conv import can_convolve, dense, depthwise, prefers
+from gradfilter.native.conv import can_convolve, convolve, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
 from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool, max_route
@@ -33,8 +33,7 @@ __all__ = [
     "can_convolve",
     "can_max_pool",
     "can_run",
-    "dense",
-    "depthwise",
+    "convolve",
     "empty",
     "find_library",
     "fold",

@@ -29,7 +29,7 @@ _UNPOOLED = (4, 8)
 
 
 def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
-    """Return which function of this module runs a convolution in the library: "depthwise", "dense", or `None`.
+    """Return which of the library's kernels runs a convolution: "depthwise", "dense", or `None`.
 
     Dense kernels of more than one pixel are for few input channels, as a network's first layer has: torch has faster
     ones for many.
@@ -62,67 +62,7 @@ def prefers(w: Tensor, stride: Pair, groups: int) -> bool:
     return groups > 1 or (w.shape[2:] == stride == (1, 1) and w.shape[1] < _MANY_INPUTS)
 
 
-def depthwise(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    out_size: Pair,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
-    residual: Tensor | None = None,
-    want_slope: bool = True,
-) -> Fused:
-    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for one filter per channel.
-
-    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable.
-
-    Args:
-        x: The input [N, C, H, W].
-        w: The weight [C, 1, kh, kw].
-        bias: The convolution's own bias [C], or `None`.
-        stride: The stride `(h, w)`.
-        padding: Zeros before the first row and column; those after the last follow from `out_size`.
-        dilation: The dilation `(h, w)`.
-        out_size: Size `(h, w)` of the output.
-        scale: One factor per channel [C], or `None` for 1.
-        shift: One term per channel [C], or `None` for 0.
-        act: The activation.
-        patch: The patch `(h, w)`.
-        residual: A map of the output's shape to add before the activation.
-        want_slope: Whether the slope is asked for.
-    """
-    return _run("depthwise", x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, want_slope)
-
-
-def dense(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    out_size: Pair,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
-    residual: Tensor | None = None,
-    want_slope: bool = True,
-) -> Fused:
-    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes, for a kernel without groups.
-
-    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable. The arguments are those of
-    `depthwise`, with a weight [D, C, kh, kw].
-    """
-    return _run("dense", x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, want_slope)
-
-
-def _run(
+def convolve(
     kernel: str,
     x: Tensor,
     w: Tensor,
@@ -135,10 +75,29 @@ def _run(
     shift: Tensor | None,
     act: Act,
     patch: Pair,
-    residual: Tensor | None,
-    want_slope: bool,
+    residual: Tensor | None = None,
+    want_slope: bool = True,
 ) -> Fused:
-    """Run a convolution in the library, or in torch where that cannot."""
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes.
+
+    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable.
+
+    Args:
+        kernel: What `can_convolve` says: "depthwise" for one filter per channel, "dense" for a kernel without groups.
+        x: The input [N, C, H, W].
+        w: The weight, as torch has it.
+        bias: The convolution's own bias, or `None`.
+        stride: The stride `(h, w)`.
+        padding: Zeros before the first row and column; those after the last follow from `out_size`.
+        dilation: The dilation `(h, w)`.
+        out_size: Size `(h, w)` of the output.
+        scale: One factor per channel, or `None` for 1.
+        shift: One term per channel, or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        residual: A map of the output's shape to add before the activation.
+        want_slope: Whether the slope is asked for.
+    """
     groups = len(w) if kernel == "depthwise" else 1
     shape = (len(x), len(w), *out_size)
     runs = can_convolve(x, w, stride, padding, dilation, groups) == kernel and _can_finish(shape, patch, residual)
