@@ -18,7 +18,6 @@ from gradfilter.native.values import count_cells
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
-LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
 ACTS = (*STEPS, native.HARDSWISH, native.SILU)
@@ -28,16 +27,6 @@ sides = st.tuples(st.integers(1, 6), st.integers(1, 6)) | st.sampled_from([(1, 1
 layouts = st.sampled_from(LAYOUTS)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 quick = settings(deadline=None, max_examples=60)
-
-
-@pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
-def level(request):
-    """Run a test at each level that this CPU has."""
-    library = native.load()
-    assert library is not None
-    assert library.gf_set_level(request.param) == request.param
-    yield request.param
-    library.gf_set_level(-1)
 
 
 @pytest.fixture

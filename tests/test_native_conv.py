@@ -13,7 +13,6 @@ from gradfilter import native
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
-LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
 STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
 ACTS = (*STEPS, native.HARDSWISH, native.SILU)
 
@@ -33,16 +32,6 @@ def axes(draw):
     size, before, after = draw(st.integers(1, 17)), draw(st.integers(0, 9)), draw(st.integers(0, 9))
     most = (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
     return size, kernel, stride, dilation, before, max(most, 1)
-
-
-@pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
-def level(request):
-    """Run a test at each level that this CPU has."""
-    library = native.load()
-    assert library is not None
-    assert library.gf_set_level(request.param) == request.param
-    yield request.param
-    library.gf_set_level(-1)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from gradfilter.tensor import Choices, PatchTensor, enter
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
-LEVELS = range(native.load().gf_best_level() + 1) if native.load() else ()  # type: ignore[union-attr]
 FILLS = ("ties", "numbers", "nan", "low")
 
 POOLINGS = {
@@ -33,16 +32,6 @@ class Map:
 
     def __init__(self, x, patch):
         self.shape, self.patch = x.shape, patch
-
-
-@pytest.fixture(params=LEVELS, ids=lambda level: f"level{level}")
-def level(request):
-    """Run a test at each level that this CPU has."""
-    library = native.load()
-    assert library is not None
-    assert library.gf_set_level(request.param) == request.param
-    yield request.param
-    library.gf_set_level(-1)
 
 
 def make_map(shape, fill, seed):
