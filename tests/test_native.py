@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases import draw
 from gradfilter import native
 from gradfilter.native.reference import pool
-from gradfilter.native.values import count_cells
+from gradfilter.native.values import count_cells, count_dtype
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
@@ -98,6 +98,27 @@ class TestPass:
         cells = draw_eighths(*shape[:2], *count_cells(shape[2:], patch), seed=seed).to(dtype).contiguous(memory_format=layout)
         got = native.unpool(cells, patch, shape[2:])
         torch.testing.assert_close(got, native.torch_unpool(cells, patch, shape[2:]), rtol=0, atol=0)
+
+    @quick
+    @given(
+        shape=shapes, patch=sides, layout=layouts, slopes=st.sampled_from([(0.0, 1.0), (0.25, 1.0)]), seed=st.integers(0, 99)
+    )
+    def test_scales_gradients_by_counts(self, shape, patch, layout, slopes, seed):
+        steep = draw(*shape, seed=seed) > 0
+        size, (low, high) = (shape[2], shape[3]), slopes
+        count = pool(steep.float(), patch, sums=True).to(count_dtype(patch)).contiguous(memory_format=layout)
+        g = draw(*count.shape, seed=seed + 1).float().contiguous(memory_format=layout)
+        assert native.can_scale(g, count)
+        got = native.scale_by_counts(g, count, slopes, size, patch)
+        assert got.is_contiguous(memory_format=layout)
+        torch.testing.assert_close(got, g * (low + (high - low) * pool(steep.float(), patch)))
+
+    def test_scales_only_what_it_can_read(self):
+        g, count = draw(2, 3, 4, 5).float(), torch.ones(2, 3, 4, 5, dtype=torch.uint8)
+        assert native.can_scale(g, count)
+        assert not native.can_scale(g, count.contiguous(memory_format=torch.channels_last))
+        assert not native.can_scale(g.double(), count)
+        assert not native.can_scale(g[:, :2], count[:, :2])
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_rounds_like_torch_on_ordinary_numbers(self, layout):

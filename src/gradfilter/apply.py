@@ -336,12 +336,12 @@ class FrozenStatistics(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.was_training = module.training
-        module.training = False
+        module.__dict__["training"] = False  # as `train()` would, only that a network has many of these
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         """Give the module its mode back after its forward, also after one that failed."""
         if self.was_training is not None:
-            module.training, self.was_training = self.was_training, None
+            module.__dict__["training"], self.was_training = self.was_training, None
 
 
 def find_applied(model: nn.Module) -> Applied | None:

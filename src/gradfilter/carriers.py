@@ -53,16 +53,16 @@ def make_carrier(shape: Iterable[int], like: Tensor) -> Tensor:
 
     NaN and not zero: a carrier that somebody reads by accident must show.
     """
-    if like.device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0:
-        return find_nan(like.dtype).expand(*shape)
+    if like.is_cpu and torch._C._len_torch_dispatch_stack() == 0:
+        return find_nan(tuple(shape), like.dtype).data
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(*shape)
 
 
-@lru_cache(maxsize=16)
-def find_nan(dtype: torch.dtype) -> Tensor:
-    """Return the one NaN that all carriers on a CPU show."""
+@lru_cache(maxsize=1024)
+def find_nan(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of NaN on a CPU; carriers are aliases of it, each with a version of its own."""
     with torch.inference_mode(False), torch.no_grad():
-        return torch.full((), float("nan"), dtype=dtype, device="cpu")
+        return torch.full((), float("nan"), dtype=dtype, device="cpu").expand(shape)
 
 
 class Exit(Function):

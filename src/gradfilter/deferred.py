@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gradfilter import native
+from gradfilter.carriers import make_carrier
 from gradfilter.native import IDENTITY, Act, Fused
 from gradfilter.patches import Pair
-from gradfilter.recipe import Recipe, watch
+from gradfilter.recipe import Recipe, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
 SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 (by its name it would be a tensor to a type checker)
+DETACH = torch.ops.aten.detach.default
 
 METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim requires_grad grad_fn is_leaf grad".split()),
@@ -106,6 +108,8 @@ class Handle(Tensor):
 
 def run_on_values(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an operator of torch on values: the `__torch_dispatch__` of tensors that may be deferred."""
+    if func is DETACH:  # which `settle` calls for every map that is changed in place
+        return pixels(args[0]).detach()
     args = tree_map_only(Handle, pixels, args)
     return func(*args, **tree_map_only(Handle, pixels, kwargs or {}))
 
@@ -123,8 +127,8 @@ def can_defer(x: Handle) -> bool:
     """Tell whether the next function of x may wait: the library can read x, and nobody outside can change it."""
     return (
         not x.watch.closed
-        and x.dim() == 4
         and not _at_once
+        and x.dim() == 4
         and (x.recipe is not None or native.can_run(x.value))
         and not torch.is_autocast_enabled("cpu")
     )
@@ -134,7 +138,7 @@ def make_recipe(x: Handle) -> Recipe:
     """Return a recipe to go on from: the one of a deferred convolution, else one that starts from the value of x."""
     if x.recipe is not None and x.recipe.scale is None and x.recipe.residual is None:
         return x.recipe
-    return Recipe(pixels(x), watch(x))
+    return start(pixels(x), x)
 
 
 def can_add(x: Any, residual: Any) -> bool:
@@ -153,7 +157,7 @@ def can_add(x: Any, residual: Any) -> bool:
 
 def make_placeholder(recipe: Recipe) -> Tensor:
     """Return what stands for a value that is not computed yet: NaN, without storage, with a version of its own."""
-    return torch.full((), float("nan"), dtype=recipe.x.dtype).expand(recipe.shape)
+    return make_carrier(recipe.shape, recipe.x)
 
 
 def wait(x: Handle, recipe: Recipe) -> None:

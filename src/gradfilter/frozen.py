@@ -34,7 +34,7 @@ from gradfilter.deferred import (
     wait,
 )
 from gradfilter.environment import has_bfloat16
-from gradfilter.recipe import Recipe, find_convolution, watch
+from gradfilter.recipe import Recipe, find_convolution, start
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -176,7 +176,7 @@ def conv2d(
         pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
         conv = find_convolution(value, weight, bias, *pairs, groups)
         if conv is not None:
-            return defer_frozen(Recipe(value, watch(x), conv), None)
+            return defer_frozen(start(value, x, conv), None)
     return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
 
 

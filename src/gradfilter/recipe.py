@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ Sources = tuple[tuple[Tensor, int], ...]
 """Tensors, each with the version that is meant."""
 
 
-@dataclass(frozen=True)
-class Convolution:
+class Convolution(NamedTuple):
     """A convolution that the library computes, with copies of its parameters: hooks may change those before it runs.
 
     Attributes:
@@ -42,13 +41,13 @@ class Convolution:
         return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual)
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A map as a function of tensors that are there: y = conv(x)·scale + shift + residual, each of them where there is one.
 
     Attributes:
         x: The value that it starts from [N, C, H, W].
         sources: The maps that it reads.
+        shape: The shape of the result.
         conv: The convolution.
         scale: γ/σ of a batch norm in eval mode, per channel.
         shift: Its β − μ·γ/σ.
@@ -57,31 +56,27 @@ class Recipe:
 
     x: Tensor
     sources: Sources
+    shape: tuple[int, ...]
     conv: Convolution | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
     residual: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
-        return tuple(self.x.shape) if self.conv is None else (len(self.x), len(self.conv.w), *self.conv.size)
 
     def normalise(self, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Recipe | None:
         """Return the recipe of a batch norm of this map, `None` where torch refuses it.
 
         Hooks may change parameters before it runs: what it needs of them is computed here.
         """
-        given, dtype = (mu, var, gamma, beta), self.x.dtype
+        given, dtype, channels = (mu, var, gamma, beta), self.x.dtype, self.shape[1]
         single = torch.float32 if dtype is torch.bfloat16 else dtype
-        if not any(all(fits(v, self.shape[1], kind) for v in given) for kind in (dtype, single)):
+        if not all(fits(v, channels, single) for v in given) and not all(fits(v, channels, dtype) for v in given):
             return None
         scale, shift = native.fold(gamma, beta, mu, var, eps)
-        return replace(self, scale=scale, shift=shift)
+        return self._replace(scale=scale, shift=shift)
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
         """Return the recipe of the sum with a residual, which is the value of `source`."""
-        return replace(self, residual=residual, sources=(*self.sources, *watch(source)))
+        return self._replace(residual=residual, sources=(*self.sources, (source, source._version)))
 
     def run(self, act: Act = IDENTITY, patch: Pair = (1, 1)) -> Fused:
         """Compute an activation of the map, or the map itself, and what the pass tells beside it."""
@@ -96,18 +91,19 @@ class Recipe:
         return self.conv.run(self.x, self.scale, self.shift, act, patch, self.residual)
 
 
-def watch(*tensors: Tensor | None) -> Sources:
-    """Return tensors with their versions."""
-    return tuple((x, x._version) for x in tensors if x is not None)
+def start(value: Tensor, source: Tensor, conv: Convolution | None = None) -> Recipe:
+    """Return the recipe of a map that is the value of `source`, or a convolution of it."""
+    shape = value.shape if conv is None else (value.shape[0], conv.w.shape[0], *conv.size)
+    return Recipe(value, ((source, source._version),), shape, conv)
 
 
 def find_convolution(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or not native.can_run(x) or w.dim() != 4 or x.shape[1] != w.shape[1] * groups:
+    if padding is None or w.dim() != 4 or x.dim() != 4 or x.shape[1] != w.shape[1] * groups:
         return None
-    if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, len(w), x.dtype):
+    if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, w.shape[0], x.dtype):
         return None  # torch says what is wrong
     kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
     if kernel is None or not native.prefers(w, stride, groups):
@@ -128,5 +124,4 @@ def fits(values: Tensor | None, channels: int, dtype: torch.dtype) -> bool:
 
 def copy(x: Tensor) -> Tensor:
     """Return a copy that nobody else can change."""
-    with torch.no_grad():
-        return x.detach().clone()
+    return x.data.clone()

@@ -126,17 +126,16 @@ def _as_floats(values: Tensor | None) -> Tensor | None:
 
 def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
-    given = [None if v is None else v.detach() for v in (gamma, beta, mean, var)]
+    given = gamma, beta, mean, var
     if not is_on() or not all(v is None or _is_readable(v) for v in given):
-        scale = (var.detach().double() + eps).rsqrt()
-        scale = scale if given[0] is None else scale * given[0]
-        shift = -mean.detach() * scale if given[1] is None else given[1] - mean.detach() * scale
-        return scale.float(), shift.float()
-    both = torch.empty(2, len(mean))
-    address, step = both.data_ptr(), both.stride(0) * 4
+        with torch.no_grad():
+            scale = (var.double() + eps).rsqrt()
+            scale = scale if gamma is None else scale * gamma
+            shift = -mean * scale if beta is None else beta - mean * scale
+            return scale.float(), shift.float()
+    scale, shift = (torch.empty(mean.shape, dtype=torch.float32) for _ in range(2))
     pointers = [0 if v is None else v.data_ptr() for v in given]
-    load().gf_fold(*pointers, eps, len(mean), address, address + step)  # type: ignore[union-attr]
-    scale, shift = both.unbind()
+    load().gf_fold(*pointers, eps, mean.shape[0], scale.data_ptr(), shift.data_ptr())  # type: ignore[union-attr]
     return scale, shift
 
 

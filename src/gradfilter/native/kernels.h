@@ -23,7 +23,7 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 3 };
+enum { GF_ABI = 4 };
 
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
@@ -66,9 +66,24 @@ typedef struct {
     void *y;           /* [N, C, H, W] */
 } gf_unpool;
 
+/* gx = g * (low + (high - low) * count / area), cell by cell: counts are the pixels of a patch on the piece of slope
+ * `high`. */
+typedef struct {
+    gf_map map; /* float32 */
+    const float *g;     /* [N, C, H', W'] */
+    const void *counts; /* the same shape and memory order */
+    float *gx;
+    float low, high;
+    int64_t count_bytes; /* 1, 2 or 4 */
+} gf_slope;
+
+/* Run row `row` of cells, counted over all images, and in NCHW memory over all channels. */
+typedef void gf_slope_unit(const gf_slope *task, int64_t row);
+
 /* What a level of the instruction set has to offer. */
 typedef struct {
     gf_norm_act_unit *norm_act;
+    gf_slope_unit *slope;
 } gf_kernels;
 
 /* The number of the level in use, and its table. */

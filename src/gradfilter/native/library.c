@@ -76,6 +76,21 @@ GF_EXPORT int gf_norm_act_map(const void *packed, int threads) {
     return gf_parallel(run_norm_act, &call, m->n * call.rows, threads, gf_norm_act_scratch(&call.task));
 }
 
+static void run_slope(const void *argument, int64_t unit, void *scratch) {
+    (void)scratch;
+    gf_current()->slope(argument, unit);
+}
+
+GF_EXPORT int gf_slope_map(const void *packed, int threads) {
+    gf_slope task;
+    memcpy(&task, packed, sizeof task);
+    gf_map *m = &task.map;
+    settle(m);
+    const int64_t rows = (m->channels_last ? m->n : m->n * m->c) * gf_ceil_div(m->h, m->ph);
+    const int64_t cells = rows * gf_ceil_div(m->w, m->pw) * (m->channels_last ? m->c : 1);
+    return gf_parallel(run_slope, &task, rows, gf_useful_threads(threads, cells), 0);
+}
+
 /* Batch normalisation with fixed statistics as x * scale + shift; gamma and beta may be NULL. */
 GF_EXPORT void gf_fold(const float *gamma, const float *beta, const float *mean, const float *var, double eps, int64_t c,
                        float *scale, float *shift) {

@@ -1,4 +1,4 @@
-"""Patch means and sums of a map, and cells over their patches."""
+"""Patch means and sums of a map, cells over their patches, and gradients of activations from counts per patch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from gradfilter.native.values import IDENTITY, Pair, count_cells
 
 _TASK = struct.Struct("6q 2i 2Q")
 """`gf_unpool` of kernels.h."""
+_SLOPE = struct.Struct("6q 2i 3Q 2f q")
+"""`gf_slope` of kernels.h."""
 
 
 def pool_mean(x: Tensor, patch: Pair) -> Tensor:
@@ -57,3 +59,26 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
     task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr())
     call("unpool", task)
     return y
+
+
+def can_scale(g: Tensor, count: Tensor) -> bool:
+    """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
+    layout = memory_format(g)
+    return can_run(g) and g.dtype is torch.float32 and count.shape == g.shape and count.is_contiguous(memory_format=layout)
+
+
+def scale_by_counts(g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair) -> Tensor:
+    """Return g · (low + (high − low) · count / |I|), where `can_scale` says so.
+
+    Args:
+        g: A gradient at patch resolution [N, C, H', W'].
+        count: How many pixels of each patch have the slope `high`.
+        slopes: The slopes `(low, high)`.
+        size: The map's `(h, w)`.
+        patch: The patch `(h, w)`.
+    """
+    gx = torch.empty_like(g)
+    layout = (not g.is_contiguous(), DTYPES[g.dtype])
+    pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
+    call("slope", _SLOPE.pack(*g.shape[:2], *size, *patch, *layout, *pointers, *slopes, count.element_size()))
+    return gx

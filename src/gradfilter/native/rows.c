@@ -197,4 +197,5 @@ static void norm_act(const gf_norm_act *t, int64_t image, int64_t row, void *scr
         run_channels_first(t, run, image, row, rows, scratch);
 }
 
-const gf_kernels GF_LEVEL(gf_kernels) = {.norm_act = norm_act};
+extern gf_slope_unit GF_LEVEL(gf_slope_row);
+const gf_kernels GF_LEVEL(gf_kernels) = {.norm_act = norm_act, .slope = GF_LEVEL(gf_slope_row)};

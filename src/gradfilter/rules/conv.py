@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -15,7 +15,7 @@ from gradfilter.deferred import can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
-from gradfilter.recipe import Recipe, find_convolution, watch
+from gradfilter.recipe import Recipe, find_convolution, start
 from gradfilter.regions import Choices
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
@@ -118,10 +118,10 @@ class ConvNorm(Function):
         kept, w, b, gamma, mu, var = load(ctx)
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
         w = orient(w, ctx.geometry)
-        sigma = (var + ctx.eps).sqrt()
-        scale = 1 / sigma if gamma is None else gamma / sigma
+        inverse = (var + ctx.eps).rsqrt()
+        scale = inverse if gamma is None else gamma * inverse
         factor = scale.to(w.dtype)[:, None, None, None]
-        total = g.sum((0, 2, 3)).to(sigma.dtype) if need_gb or need_gamma or need_beta else None
+        total = g.sum((0, 2, 3)).to(inverse.dtype) if need_gb or need_gamma or need_beta else None
         gw = gb = g_gamma = along = None
         if scales_gradient(g, w, gamma):
             gx, gw = conv_gradients(g * factor[:, 0], kept, w, ctx.geometry, need_gx=need_gx)
@@ -134,8 +134,9 @@ class ConvNorm(Function):
                 gw = gv * factor if need_gw else None
         if need_gb and b is not None:
             gb = total * scale
-        if need_gamma:
-            g_gamma = (along + (-mu if b is None else b - mu) * total) / sigma
+        if need_gamma and along is not None and total is not None:
+            along = torch.addcmul(along, mu, total, value=-1) if b is None else torch.addcmul(along, b - mu, total)
+            g_gamma = along * inverse
         g_beta = total if need_beta else None
         gw = orient(gw, ctx.geometry) if need_gw and gw is not None else None
         return gx, gw, gb, g_gamma, g_beta, None, None, None, None, None, None
@@ -148,7 +149,7 @@ def scales_gradient(g: Tensor, w: Tensor, gamma: Tensor | None) -> bool:
     """
     if not (g.is_cpu or g.is_meta) or is_traced() or g.dtype != w.dtype or g.numel() >= w.numel():
         return False
-    return gamma is None or g.is_meta or bool(gamma.count_nonzero() == len(gamma))
+    return gamma is None or g.is_meta or bool(gamma.all())
 
 
 def dot_kernels(gw: Tensor, w: Tensor) -> Tensor:
@@ -179,6 +180,26 @@ def as_pair(value: Any) -> Pair:
     return (values[0], values[-1])
 
 
+@lru_cache(maxsize=4096)
+def find_geometry(
+    kernel: Pair,
+    stride: Pair,
+    dilation: Pair,
+    before: Pair,
+    size: Pair,
+    out_size: Pair,
+    patch: Pair,
+    out_patch: Pair,
+    groups: int,
+    lumped: bool,
+    transposed: bool = False,
+) -> Geometry:
+    """Return the geometry of a convolution from pairs `(h, w)`."""
+    pairs = kernel, stride, dilation, before, size, out_size, patch, out_patch
+    rows, columns = (Axis(*(pair[i] for pair in pairs), transposed=transposed) for i in (0, 1))
+    return make_geometry(rows, columns, groups, lumped)
+
+
 def find_choices(x: PatchTensor, weight: Tensor) -> Choices:
     """Return what the layer with this weight has decided for its input x; else what the layer before has."""
     appointed, x.appointed = x.appointed, None
@@ -201,14 +222,14 @@ def conv2d(
         return NotImplemented
     x, recipe, choices = input, None, find_choices(input, weight)
     stride, dilation = as_pair(stride), as_pair(dilation)
-    with torch.no_grad():
-        value = pixels(x)
-        zeros = None if isinstance(padding, str) else as_pair(padding)
-        conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_defer(x) else None
-        if conv is not None:
-            recipe = Recipe(value, watch(x), conv)
-            y = make_carrier(recipe.shape, value)
-        else:
+    value = pixels(x)
+    zeros = None if isinstance(padding, str) else as_pair(padding)
+    conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_defer(x) else None
+    if conv is not None:
+        recipe = start(value, x, conv)
+        y = make_carrier(recipe.shape, value)
+    else:
+        with torch.no_grad():
             y = func(value, weight, bias, stride, padding, dilation, groups)
     pads = (0, 0, 0, 0)
     if isinstance(x.origin, Padded) and x.origin.is_intact:
@@ -216,17 +237,11 @@ def conv2d(
         pads, unpadded = x.origin.pads, x.origin.x
     else:
         unpadded = x
-    kernel = weight.shape[2], weight.shape[3]
+    kernel, size, out_size = map_size(weight), map_size(unpadded), map_size(y)
     before = resolve_padding(padding, kernel, dilation, pads)
-    out_patch = choices.tiling.patch_for(map_size(y))
-    axes = [
-        Axis(
-            kernel[i], stride[i], dilation[i], before[i], unpadded.shape[2 + i], y.shape[2 + i], unpadded.patch[i], out_patch[i]
-        )
-        for i in (0, 1)
-    ]
-    lumped = choices.kernel == "lumped" and np.prod(kernel) > 1
-    geometry = make_geometry(axes[0], axes[1], groups, lumped)
+    out_patch = choices.tiling.patch_for(out_size)
+    lumped = choices.kernel == "lumped" and kernel != (1, 1)
+    geometry = find_geometry(kernel, stride, dilation, before, size, out_size, unpadded.patch, out_patch, groups, lumped)
     return finish_conv(choices, unpadded, weight, bias, geometry, y, recipe)
 
 
@@ -279,19 +294,9 @@ def conv_transpose2d(
     with torch.no_grad():
         y = func(pixels(x), weight, bias, stride, padding, output_padding, groups, dilation)
     stride, padding, dilation = as_pair(stride), as_pair(padding), as_pair(dilation)
-    out_patch = x.choices.tiling.patch_for(map_size(y))
-    axes = [
-        Axis(
-            weight.shape[2 + i],
-            stride[i],
-            dilation[i],
-            padding[i],
-            x.shape[2 + i],
-            y.shape[2 + i],
-            x.patch[i],
-            out_patch[i],
-            True,
-        )
-        for i in (0, 1)
-    ]
-    return finish_conv(x.choices, x, weight, bias, make_geometry(axes[0], axes[1], groups, False), y)
+    size, out_size = map_size(x), map_size(y)
+    out_patch = x.choices.tiling.patch_for(out_size)
+    geometry = find_geometry(
+        map_size(weight), stride, dilation, padding, size, out_size, x.patch, out_patch, groups, False, transposed=True
+    )
+    return finish_conv(x.choices, x, weight, bias, geometry, y)

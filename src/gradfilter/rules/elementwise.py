@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter import native
 from gradfilter.carriers import call_function, coarse, make_carrier
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
@@ -62,8 +63,12 @@ class StepDerivative(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         (count,) = ctx.saved_tensors
         low, high = ctx.slopes
-        share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
-        return g * (share if (low, high) == (0, 1) else low + (high - low) * share), None, None, None, None, None
+        if ctx.patch != (1, 1) and is_map(g, ctx.layout) and native.can_scale(g, count):
+            gx = native.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch)
+        else:
+            share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
+            gx = g * (share if (low, high) == (0, 1) else low + (high - low) * share)
+        return gx, None, None, None, None, None
 
 
 def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
