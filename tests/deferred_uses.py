@@ -130,6 +130,8 @@ USES = {
     "hardtanh_upside_down": "b = net.norm(net.conv(x)); return F.hardtanh(b, 0.5, 0.2)",
     "vgg": "return F.relu(net.conv(x)) + F.relu(net.deep(x), inplace=True)",
     "linear_bottleneck": "return net.norm(net.conv(x)) + x",
+    "inverted_residual": "return x + net.deep_norm(net.deep(F.relu(net.norm(net.conv(x)))))",
+    "both_wait": "return net.deep(net.norm(net.conv(x)) + net.deep_norm(net.deep(x)))",
     "linear_bottleneck2": "return net.deep(net.norm(net.conv(x)))",
     "gate": "b = net.norm(net.conv(x)); return F.relu(b * torch.sigmoid(b.mean((2, 3), keepdim=True)))",
     "squeeze_excite": "b = net.norm(net.conv(x)); b *= torch.sigmoid(net.deep_norm(net.last(F.adaptive_avg_pool2d(b, 1)))); return F.relu(b)",

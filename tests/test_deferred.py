@@ -58,6 +58,18 @@ def test_something_waits():
     assert seen[0].recipe is not None
 
 
+@pytest.mark.parametrize("add", [lambda x, y: x + y, lambda x, y: y + x], ids=["residual_second", "residual_first"])
+def test_sums_wait_on_either_side(add):
+    def block(net, x):
+        y = add(net.deep_norm(net.deep(F.relu(net.norm(net.conv(x))))), x)
+        net.seen.append(y.recipe)
+        return F.relu(y)
+
+    model = make_parts(block)
+    gf.apply_(model, make_plan())(draw_images(2, 3, 9, 10))
+    assert model.seen[0].residual is not None
+
+
 @pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
 def test_bfloat16(name):
     model = make_parts(make_use(USES[name]))

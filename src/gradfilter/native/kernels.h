@@ -55,6 +55,12 @@ typedef struct {
 /* Bytes of scratch that a unit needs, the same for all units of a task. */
 size_t gf_norm_act_scratch(const gf_norm_act *task);
 
+/* Tell whether a unit is run row by row: a channels_last map with fewer channels than lanes leaves most of these idle,
+ * and where all channels share one scale and shift its rows are one run of numbers. */
+static inline int gf_runs_in_planes(const gf_norm_act *t) {
+    return !t->map.channels_last || (t->map.c < 8 && !t->scale && !t->shift);
+}
+
 /* Run one unit: all channels of patch row `row` of image `image`. `scratch` is 64-byte aligned and the thread's own.
  * x and y are the whole maps' pointers; with x == y the rows that were just written are finished in place. */
 typedef void gf_norm_act_unit(const gf_norm_act *task, int64_t image, int64_t row, void *scratch);

@@ -46,7 +46,8 @@ const gf_kernels *gf_current(void) { return LEVELS[gf_level()]; }
 size_t gf_norm_act_scratch(const gf_norm_act *t) {
     if (!t->mean && !t->slope) return 0;
     const gf_map *m = &t->map;
-    return 2 * sizeof(float) * (size_t)(m->channels_last ? gf_ceil_div(m->w, m->pw) * m->c : m->w);
+    const int64_t columns = gf_runs_in_planes(t) ? m->w : gf_ceil_div(m->w, m->pw);
+    return 2 * sizeof(float) * (size_t)(columns * (m->channels_last ? m->c : 1));
 }
 
 typedef struct {

@@ -148,42 +148,46 @@ static void run_channels_last(const gf_norm_act *t, run_fn *run, int64_t image, 
     if (part) finish(t, scratch + done, slopes + done, m->c, rows * part, at + done);
 }
 
-/* Add up the columns of each cell, in place: cell j moves to element j, which has been read by then. */
-static void gather_columns(float *sums, int64_t width, int64_t pw) {
+/* Add up the columns of each cell, of `depth` numbers each, in place: cell j moves to column j, which has been read by then. */
+static void gather_columns(float *sums, int64_t width, int64_t pw, int64_t depth) {
     for (int64_t cell = 0, from = 0; from < width; cell++, from += pw) {
         const int64_t to = from + pw < width ? from + pw : width;
-        float sum = 0;
-        for (int64_t i = from; i < to; i++) sum += sums[i];
-        sums[cell] = sum;
+        for (int64_t d = 0; d < depth; d++) {
+            float sum = 0;
+            for (int64_t i = from; i < to; i++) sum += sums[i * depth + d];
+            sums[cell * depth + d] = sum;
+        }
     }
 }
 
-static void run_channels_first(const gf_norm_act *t, run_fn *run, int64_t image, int64_t row, int64_t rows, float *scratch) {
+/* Row by row: the channels of an NCHW map, or all of the few channels of a channels_last map at once. */
+static void run_planes(const gf_norm_act *t, run_fn *run, int64_t image, int64_t row, int64_t rows, float *scratch) {
     const gf_map *m = &t->map;
     const int pooled = t->mean || t->slope;
-    const int64_t cells = gf_ceil_div(m->w, m->pw), down = gf_ceil_div(m->h, m->ph), whole = m->w / m->pw;
+    const int64_t depth = m->channels_last ? m->c : 1, planes = m->c / depth, line = m->w * depth;
+    const int64_t cells = gf_ceil_div(m->w, m->pw) * depth, down = gf_ceil_div(m->h, m->ph), whole = m->w / m->pw * depth;
     strip s = make_strip(t);
-    s.width = pooled ? m->w : m->w * rows;
+    s.width = pooled ? line : line * rows;
     s.count = pooled ? rows : 1;
     s.cells = 1;
-    s.stride = m->w;
-    s.ahead = s.count * m->w;
+    s.stride = line;
+    s.ahead = s.count * line;
     s.first = 1;
-    for (int64_t c = 0; c < m->c; c++) {
-        const int64_t plane = image * m->c + c, at = (plane * down + row) * cells;
+    for (int64_t c = 0; c < planes; c++) {
+        const int64_t plane = image * planes + c, at = (plane * down + row) * cells;
         if (t->scale) s.scale = t->scale[c];
         if (t->shift) s.shift = t->shift[c];
-        place(&s, t, (plane * m->h + row * m->ph) * m->w);
+        place(&s, t, (plane * m->h + row * m->ph) * line);
         if (pooled) {
             s.sums = scratch;
-            s.slopes = scratch + m->w;
+            s.slopes = scratch + line;
         }
         run(&s);
         if (!pooled) continue;
-        gather_columns(s.sums, m->w, m->pw);
-        gather_columns(s.slopes, m->w, m->pw);
+        gather_columns(s.sums, m->w, m->pw, depth);
+        if (t->slope) gather_columns(s.slopes, m->w, m->pw, depth);
         finish(t, s.sums, s.slopes, whole, rows * m->pw, at);
-        if (whole < cells) finish(t, s.sums + whole, s.slopes + whole, 1, rows * (m->w % m->pw), at + whole);
+        if (whole < cells) finish(t, s.sums + whole, s.slopes + whole, depth, rows * (m->w % m->pw), at + whole);
     }
 }
 
@@ -191,10 +195,10 @@ static void norm_act(const gf_norm_act *t, int64_t image, int64_t row, void *scr
     const gf_map *m = &t->map;
     run_fn *run = RUN[t->kind][m->dtype][t->residual != NULL];
     const int64_t left = m->h - row * m->ph, rows = left < m->ph ? left : m->ph;
-    if (m->channels_last)
-        run_channels_last(t, run, image, row, rows, scratch);
+    if (gf_runs_in_planes(t))
+        run_planes(t, run, image, row, rows, scratch);
     else
-        run_channels_first(t, run, image, row, rows, scratch);
+        run_channels_last(t, run, image, row, rows, scratch);
 }
 
 extern gf_slope_unit GF_LEVEL(gf_slope_row);

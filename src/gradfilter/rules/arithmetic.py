@@ -157,8 +157,11 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
         met = meet([x, other], broadcast(x, other))
         if met is None:
             return NotImplemented
-    if met is not None and a == b == 1 and is_live(other) and can_add(x, other):
-        return add_deferred(x, other, met, inplace)
+    if met is not None and a == b == 1 and is_live(other):
+        if can_add(x, other):
+            return add_deferred(x, other, met, inplace)
+        if not inplace and can_add(other, x):
+            return add_deferred(other, x, met, inplace)
     with torch.no_grad():
         y = func(*map(value_of, args), **kwargs)
     if met is not None:
