@@ -14,6 +14,7 @@ from gradfilter.carriers import coarse
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.patches import apply_axes, pool_sum
+from gradfilter.rules.channels import LogProbabilities
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate
 from gradfilter.rules.reduce import run_reduction
@@ -48,23 +49,28 @@ class PixelLoss(Function):
         return sums * (gy if divisor is None else gy / divisor.where(divisor != 0, 1)), None, None, None
 
 
-def find_way(x: PatchTensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return the carrier that takes the gradient of a loss of x, and the function that sums a pixel gradient over its cells.
+def find_way(x: PatchTensor, carrier: Tensor, origin: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the carrier that takes the gradient of a loss, and the function that sums a pixel gradient over its cells.
 
     Logits that were enlarged to the size of the labels hold no more than those before. A fixed patch gives them many times the
     cells, which would all be kept; where so, the loss takes the gradient to the cells in front of the interpolation. That is
     the exact sum there, too, for no gradient was averaged over patches in between.
+
+    Args:
+        x: The map that the loss is given.
+        carrier: The carrier of the map whose pixel gradient is summed: that of x, most often.
+        origin: How that map was made.
     """
-    before = x.origin
-    if not isinstance(before, Interpolated) or before.carrier.numel() > x.carrier.numel():
-        return x.carrier, lambda g: pool_sum(g, x.patch, x.spatial)
-    rows, columns = (before.axes.make_axis(i, before.patch[i], 1) for i in (0, 1))
-    return before.carrier, lambda g: apply_axes(g, rows.T, columns.T)
+    if not isinstance(origin, Interpolated) or origin.carrier.numel() > carrier.numel():
+        return carrier, lambda g: pool_sum(g, x.patch, x.spatial)
+    rows, columns = (origin.axes.make_axis(i, origin.patch[i], 1) for i in (0, 1))
+    return origin.carrier, lambda g: apply_axes(g, rows.T, columns.T)
 
 
 def run_loss(
     func: Any,
     x: PatchTensor,
+    way: tuple[Tensor, Callable[[Tensor], Tensor]],
     losses: Callable[[Tensor, slice], Tensor],
     find_divisor: Callable[[], Tensor | int] | None,
 ) -> Any:
@@ -73,10 +79,11 @@ def run_loss(
     Args:
         func: Torch's function, for the record.
         x: Its input.
+        way: What `find_way` returns.
         losses: From some images of x, and which ones they are, to the loss of every pixel.
         find_divisor: Returns what the sum is divided by, asked where torch has nothing against the targets.
     """
-    carrier, sum_cells = find_way(x)
+    carrier, sum_cells = way
     value = pixels(x).detach()
     images = max(1, MOST_AT_ONCE * len(value) // value.numel())
     total, sums, dtype = 0, [], x.dtype
@@ -88,7 +95,7 @@ def run_loss(
         wide, dtype = torch.promote_types(y.dtype, torch.float32), y.dtype  # half precision does not count so far
         with torch.no_grad():
             total = total + y.sum(dtype=wide)
-            sums.append(sum_cells(g.to(wide)).to(x.dtype))
+            sums.append(sum_cells(g.to(wide)).to(carrier.dtype))
     assert isinstance(total, Tensor)
     divisor = None
     if find_divisor is not None:
@@ -102,7 +109,7 @@ def run_loss(
 def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return how many pixels have a class, or the sum of the weights of these classes."""
     real = target != ignore_index
-    return real.sum() if weight is None else (weight[target.long().where(real, 0)] * real).sum()
+    return real.sum() if weight is None else (weight[target.where(real, 0)] * real).sum()
 
 
 def has_gradient(*values: Any) -> bool:
@@ -132,17 +139,25 @@ def class_loss(
     if target.shape != wanted or not x.numel():
         return NotImplemented  # torch itself says what is wrong
 
-    def losses(z: Tensor, chosen: slice) -> Tensor:
-        return func(z, target[chosen], weight, ignore_index=ignore_index, reduction="none", **options)
+    options |= {"weight": weight, "ignore_index": ignore_index, "reduction": "none"}
+    if reduction == "none":
+        return run_reduction(lambda z: func(z, target, **options), x, {1}, func.__name__)
+    if reduction not in REDUCTIONS:
+        return NotImplemented
+    made_of = x if not isinstance(x.origin, LogProbabilities) or x.origin.axis != 1 else x.origin
+    # Logarithms of probabilities are logits of the same probabilities: what is made of them has one gradient with its logits.
+    loss = func if made_of is x else F.cross_entropy
 
     def find_divisor() -> Tensor | int:
         return count_labels(target, weight, ignore_index) if is_label else x.numel() // x.shape[1]
 
-    if reduction == "none":
-        return run_reduction(lambda z: losses(z, slice(None)), x, {1}, func.__name__)
-    if reduction not in REDUCTIONS:
-        return NotImplemented
-    return run_loss(func, x, losses, find_divisor if reduction == "mean" else None)
+    return run_loss(
+        func,
+        x,
+        find_way(x, made_of.carrier, made_of.origin),
+        lambda z, chosen: loss(z, target[chosen], **options),
+        find_divisor if reduction == "mean" else None,
+    )
 
 
 @rule(
@@ -177,4 +192,4 @@ def value_loss(
         parts = {name: tensor[chosen] for name, tensor in tensors.items()}
         return func(z, target[chosen], reduction="none", **fixed, **parts)
 
-    return run_loss(func, x, losses, x.numel if reduction == "mean" else None)
+    return run_loss(func, x, find_way(x, x.carrier, x.origin), losses, x.numel if reduction == "mean" else None)
