@@ -31,8 +31,9 @@ class PixelLoss(Function):
 
     Equation: G = gy·S/M, S the patch sums of ∂loss/∂x: for cross-entropy of (softmax − one-hot)·weight; M is 1 for a sum, for
     a mean what torch divides by. Of logits that are an interpolation y = P_h x P_wᵀ, S are those of P_hᵀ ∂loss/∂y P_w.
-    Cost: torch's own loss and backward at once, a few images at a time, each of which takes three times its logits; one
-    product backward; saves S, a number per cell and class. Neither logits nor probabilities are kept.
+    Cost: loss and gradient at once, a few images at a time: labels take as much as the logits of those once more, other
+    targets three times, as torch's own backward does; one product backward. Saves S, a number per cell and class; neither
+    logits nor probabilities are kept.
     Exact when: always.
     """
 
@@ -71,7 +72,7 @@ def run_loss(
     func: Any,
     x: PatchTensor,
     way: tuple[Tensor, Callable[[Tensor], Tensor]],
-    losses: Callable[[Tensor, slice], Tensor],
+    compare: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     find_divisor: Callable[[], Tensor | int] | None,
 ) -> Any:
     """Return the sum of a loss of every pixel of x, or its mean.
@@ -80,7 +81,7 @@ def run_loss(
         func: Torch's function, for the record.
         x: Its input.
         way: What `find_way` returns.
-        losses: From some images of x, and which ones they are, to the loss of every pixel.
+        compare: From some images of x, and which ones they are, to their losses and the gradient of the sum of these.
         find_divisor: Returns what the sum is divided by, asked where torch has nothing against the targets.
     """
     carrier, sum_cells = way
@@ -89,9 +90,7 @@ def run_loss(
     total, sums, dtype = 0, [], x.dtype
     for start in range(0, len(value), images):
         chosen = slice(start, start + images)
-        z = value[chosen].requires_grad_()
-        y, (g,) = differentiate(lambda z=z, chosen=chosen: losses(z, chosen), [z])
-        assert g is not None
+        y, g = compare(value[chosen], chosen)
         wide, dtype = torch.promote_types(y.dtype, torch.float32), y.dtype  # half precision does not count so far
         with torch.no_grad():
             total = total + y.sum(dtype=wide)
@@ -104,6 +103,28 @@ def run_loss(
     x.choices.log.note(x.choices.layer, func)
     # Held as it is: every gradient of the network comes from this one.
     return PixelLoss.apply(carrier, hold(torch.cat(sums)), divisor, (total.to(dtype),))
+
+
+def compare_by_autograd(losses: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of every pixel of x and the gradient of their sum."""
+    z = x.detach().requires_grad_()
+    y, (g,) = differentiate(lambda: losses(z), [z])
+    assert g is not None
+    return y.detach(), g
+
+
+@torch.no_grad()
+def compare_labels(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of x with labels, summed, and its gradient (softmax − one-hot)·weight.
+
+    In the memory of the logarithms: autograd takes three times that, and more than twice the time.
+    """
+    g = F.log_softmax(x, 1)
+    y = F.nll_loss(g, target, weight, ignore_index=ignore_index, reduction="sum")
+    real = target != ignore_index
+    label = target.where(real, 0).unsqueeze(1)
+    scale = real.unsqueeze(1).to(g.dtype) if weight is None else weight[label] * real.unsqueeze(1)
+    return y, g.exp_().mul_(scale).scatter_add_(1, label, -scale)
 
 
 def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -148,16 +169,16 @@ def class_loss(
     # Logarithms of probabilities are logits of the same probabilities: what is made of them has one gradient with its logits.
     loss = func if made_of is x else F.cross_entropy
 
+    def compare(z: Tensor, chosen: slice) -> tuple[Tensor, Tensor]:
+        if loss is F.cross_entropy and is_label and not options.get("label_smoothing") and z.element_size() > 2:
+            return compare_labels(z, target[chosen], weight, ignore_index)
+        return compare_by_autograd(lambda z: loss(z, target[chosen], **options), z)
+
     def find_divisor() -> Tensor | int:
         return count_labels(target, weight, ignore_index) if is_label else x.numel() // x.shape[1]
 
-    return run_loss(
-        func,
-        x,
-        find_way(x, made_of.carrier, made_of.origin),
-        lambda z, chosen: loss(z, target[chosen], **options),
-        find_divisor if reduction == "mean" else None,
-    )
+    way = find_way(x, made_of.carrier, made_of.origin)
+    return run_loss(func, x, way, compare, find_divisor if reduction == "mean" else None)
 
 
 @rule(
@@ -188,8 +209,9 @@ def value_loss(
     fixed = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
     tensors = {name: option.expand(x.shape) for name, option in options.items() if name not in fixed}
 
-    def losses(z: Tensor, chosen: slice) -> Tensor:
+    def compare(z: Tensor, chosen: slice) -> tuple[Tensor, Tensor]:
         parts = {name: tensor[chosen] for name, tensor in tensors.items()}
-        return func(z, target[chosen], reduction="none", **fixed, **parts)
+        return compare_by_autograd(lambda z: func(z, target[chosen], reduction="none", **fixed, **parts), z)
 
-    return run_loss(func, x, find_way(x, x.carrier, x.origin), losses, x.numel if reduction == "mean" else None)
+    way = find_way(x, x.carrier, x.origin)
+    return run_loss(func, x, way, compare, x.numel if reduction == "mean" else None)
