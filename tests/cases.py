@@ -156,6 +156,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp_min": lambda x: x.clamp_min(0.2),
     "clamp_max": lambda x: torch.clamp_max(x, 0.2),
     "clip": lambda x: x.clip(-0.5, 0.5),
+    "masked_fill": lambda x: x.masked_fill(x.detach() > 0.4, 2.0),
+    "masked_fill_": lambda x: (x * 1.0).masked_fill_(torch.ones(x.shape[2:]).tril().bool(), -1.0),
 }  # fmt: skip
 
 FUNCTIONS = [
@@ -278,6 +280,7 @@ REARRANGED = {
         Function("amax_channels", lambda x: torch.amax(x, 1, True)),
         Function("max_channels", lambda x: torch.max(x, dim=1, keepdim=True)[0]),
         Function("norm_channels", lambda x: x.norm(dim=1)[:, None]),
+        Function("gather", lambda x: x.gather(1, x.detach().argmin(1, keepdim=True))),
         Function("std_nhwc", lambda x: x.permute(0, 2, 3, 1).std(-1).unsqueeze(1)),
         Function("relu_of_a_view", lambda x: F.relu((x * 1.0)[:, 1:], inplace=True)),
         Function("relu_of_nhwc", lambda x: F.relu((x * 1.0).permute(0, 2, 3, 1), inplace=True).permute(0, 3, 1, 2)),

@@ -8,7 +8,7 @@ patch 1 and where the normalised values are constant in each patch. `docs/rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, call, finish, hold_map, is_live, pixels, rule
+from gradfilter.tensor import REGION_ENDS, PatchTensor, call, finish, hold_map, is_live, pixels, rule
 
 
 class ChannelNorm(Function):
@@ -169,6 +169,14 @@ class LogSoftmax(Function):
         return g - p_bar * g.sum(ctx.axis, keepdim=True), None, None, None
 
 
+class LogProbabilities(NamedTuple):
+    """What the logarithm of a softmax was made of, for a loss behind it to take the gradient there."""
+
+    carrier: Tensor
+    axis: int
+    origin: Any
+
+
 @rule(*find_functions("softmax", "log_softmax", inplace=False), any_layout=True)
 def softmax(func: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Run a softmax over another axis than rows and columns; over those it is attention, at which the region ends."""
@@ -186,4 +194,7 @@ def softmax(func: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any
             d = (variance / (a * (1 - a)).clamp_min(torch.finfo(a.dtype).tiny)).clamp(0, 1).sqrt()
             a, da = a * d, a * d.square()
     carrier = LogSoftmax.apply(x.carrier, a, dim, y) if log else Softmax.apply(x.carrier, a, da, dim, y)
-    return finish(x, y, carrier)  # type: ignore[arg-type]
+    y = finish(x, y, carrier)  # type: ignore[arg-type]
+    if log and isinstance(y, PatchTensor):
+        y.origin = LogProbabilities(x.carrier, dim % x.dim(), x.origin)
+    return y

@@ -167,7 +167,7 @@ ACTIVATIONS = (
 FUNCTIONS = (
     "abs clamp clamp_max clamp_min clip cos erf exp expm1 log log1p log2 neg negative pow "
     "reciprocal rsqrt sin sqrt square __pow__ __rpow__ __neg__ __abs__ maximum minimum where lerp addcmul addcdiv "
-    "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit"
+    "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit masked_fill"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 

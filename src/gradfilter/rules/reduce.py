@@ -171,6 +171,17 @@ def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if values is NotImplemented else type(both)((values, both[1]))
 
 
+@rule(*find_functions("gather", inplace=False), any_layout=True)
+def gather(func: Any, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
+    """Take one channel of each pixel, that of its label: a reduction of the channels."""
+    axis = dim % input.dim()
+    if not is_live(input) or kwargs or axis in input.spatial.axes:
+        return NotImplemented
+    if list(index.shape) != [1 if i == axis else n for i, n in enumerate(input.shape)]:
+        return NotImplemented
+    return run_reduction(lambda z: func(z, dim, index), input, {axis}, func.__name__)
+
+
 def fill_size(output_size: Any, x: Tensor) -> Pair:
     """Return the output size of an adaptive pooling of x, in which `None` is the size that the map has."""
     size = output_size if isinstance(output_size, (tuple, list)) else (output_size, output_size)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
-from gradfilter.patches import Matrix, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
+from gradfilter.patches import Matrix, Pair, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, finish, is_live, pixels, rule
@@ -130,6 +131,38 @@ def interpolate_axis(
     return project_matrix(find_matrix(lambda units: F.interpolate(units, **wanted, **dict(options)), size), *patch)
 
 
+@dataclass(frozen=True)
+class InterpolatedAxes:
+    """Say how an interpolation acts on rows and columns.
+
+    Attributes:
+        size: The size `(h, w)` of its input.
+        out_size: That of its output.
+        scales: The scale factor of each axis, `None` where a size was asked for.
+        options: All other arguments.
+    """
+
+    size: Pair
+    out_size: Pair
+    scales: tuple[float | None, float | None]
+    options: tuple[tuple[str, Any], ...]
+
+    def make_axis(self, i: int, in_patch: int, out_patch: int) -> Matrix:
+        """Return the coarse matrix of an axis, 0 or 1."""
+        return interpolate_axis(self.size[i], self.out_size[i], self.scales[i], self.options, in_patch, out_patch)
+
+
+class Interpolated(NamedTuple):
+    """What an interpolation was made of, for a loss behind it to take the gradient there.
+
+    The map itself is not held: only its place in the graph counts.
+    """
+
+    carrier: Tensor
+    patch: Pair
+    axes: InterpolatedAxes
+
+
 @rule(F.interpolate)
 def interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = None, **options: Any) -> Any:
     """Make a map larger or smaller, in any of torch's modes.
@@ -144,14 +177,13 @@ def interpolate(func: Any, input: Tensor, size: Any = None, scale_factor: Any = 
     x = input
     with torch.no_grad():
         y = func(pixels(x), size, scale_factor, **options)
-    scales = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor, scale_factor)
-    key = tuple(sorted(options.items()))
-
-    def make_axis(i: int, *patch: int) -> Matrix:
-        scale = None if scales[i] is None else float(scales[i])
-        return interpolate_axis(x.shape[2 + i], y.shape[2 + i], scale, key, *patch)
-
-    return map_axes(x, y, make_axis)
+    h, w = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor, scale_factor)
+    scales = None if h is None else float(h), None if w is None else float(w)
+    axes = InterpolatedAxes(map_size(x), map_size(y), scales, tuple(sorted(options.items())))
+    y = map_axes(x, y, axes.make_axis)
+    if isinstance(y, PatchTensor):
+        y.origin = Interpolated(x.carrier, x.patch, axes)
+    return y
 
 
 class Shuffle(Function):
