@@ -158,8 +158,9 @@ class PatchTensor(Handle):
                 return func(*args, **kwargs)
             if func is Tensor.tolist:  # which torch refuses for tensors with a `__torch_dispatch__`
                 return pixels(args[0]).tolist()
-            values = (args, tuple(kwargs.values()))
-            given = find_patch_tensors(values)
+            given = find_patch_tensors(args)
+            if kwargs:
+                given += find_patch_tensors(kwargs.values())
             for x in given:
                 check_not_borrowed(x)
                 if x.watch.waiting:
@@ -232,10 +233,15 @@ def check_not_borrowed(x: PatchTensor, written: bool = False) -> None:
         )
 
 
+NUMBERS = {int, float, bool, str, type(None)}
+
+
 def find_patch_tensors(values: Iterable[Any]) -> list[PatchTensor]:
     """List the PatchTensors in nested tuples and lists of arguments."""
     found: list[PatchTensor] = []
     for value in values:
+        if type(value) in NUMBERS:  # most arguments, which need not be asked twice
+            continue
         if isinstance(value, PatchTensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
