@@ -50,8 +50,13 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
         return None
     if groups == w.shape[0] == x.shape[1]:
         return "depthwise"
+    if groups > 1:
+        return None
     trivial = w.shape[2:] == stride == (1, 1) and padding == (0, 0)
-    return "dense" if groups == 1 and (trivial or w[0].numel() <= _MOST_GATHERED) else None
+    if trivial or w[0].numel() <= _MOST_GATHERED:
+        return "dense"
+    square = w.shape[2:] == (3, 3) and stride == dilation == (1, 1) and max(padding) <= 2
+    return "winograd" if square and w.shape[1] >= _LEAST_CHANNELS else None
 
 
 def prefers(w: Tensor, stride: Pair, groups: int) -> bool:
@@ -113,7 +118,7 @@ def convolve(
     if kernel == "depthwise":
         call("depthwise", _DEPTHWISE.pack(*fields, *geometry))
     else:
-        call("dense", _DENSE.pack(*fields, x.shape[1], *geometry))
+        call(kernel, _DENSE.pack(*fields, x.shape[1], *geometry))
     del held
     return result
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 logger = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
@@ -51,7 +51,7 @@ def load() -> ctypes.CDLL | None:
         return None
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
     maps = (library.gf_norm_act_map, library.gf_unpool_map, library.gf_max_pool_map, library.gf_max_route_map)
-    for run in (*maps, library.gf_depthwise_map, library.gf_dense_map):
+    for run in (*maps, library.gf_depthwise_map, library.gf_dense_map, library.gf_winograd_map):
         run.argtypes = [ctypes.c_char_p, number]
     library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]
     library.gf_fold.restype = library.gf_trim.restype = library.gf_block_bytes.restype = None
