@@ -80,6 +80,10 @@ const gf_kernels *gf_current(void);
 typedef void gf_run(const void *argument, int64_t unit, void *scratch);
 int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes);
 
+/* Take large memory that is used again, 64-byte aligned, NULL where there is none; give it back with its owner. */
+void *gf_take_memory(size_t bytes, void **owner);
+void gf_give_memory(void *memory, void *owner);
+
 /* As many of `threads` as a call over `elements` numbers is worth. */
 int gf_useful_threads(int threads, int64_t elements);
 

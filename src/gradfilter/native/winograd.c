@@ -241,19 +241,21 @@ static void run_piece(const void *argument, int64_t work, void *scratch) {
     if (!p->finishes) finish(p, &w, rows, p->vectors * GF_LANES, 0, scratch);
 }
 
-static int64_t env(const char *name, int64_t other) { return getenv(name) ? atoll(getenv(name)) : other; }
+/* Tiles at once, and panels whose products stand in the second cache. Many inputs are transformed for fewer tiles. */
+enum { LEAST_TILES = 48, MOST_TILES = 128, TILE_FLOATS = 65536, PART = 4 };
 
 /* Choose how much is done at once. */
 static void divide(plan *p, int threads) {
     const gf_map *map = &p->task->after.map;
     const int64_t down = gf_ceil_div(map->h, map->ph), rows = gf_least(map->ph, map->h);
     const int64_t image = gf_ceil_div(map->h, 2) * p->across, unit = gf_ceil_div(rows, 2) * p->across;
-    const int64_t most = env("TILES", 96), fair = gf_ceil_div(map->n * image, threads), few = gf_least(most, fair);
-    p->images = gf_most(1, few / image);
-    p->units = image <= few ? down : gf_most(1, gf_least(down, few / unit));
-    const int64_t tall = gf_least(map->h, p->units * map->ph), tiles = p->images * gf_ceil_div(tall, 2) * p->across;
+    const int64_t most = gf_most(LEAST_TILES, gf_least(MOST_TILES, TILE_FLOATS / p->task->inputs));
+    const int64_t some = gf_least(most, gf_ceil_div(map->n * image, threads));
+    p->images = gf_most(1, some / image);
+    p->units = image <= some ? down : gf_most(1, gf_least(down, some / unit));
+    const int64_t tall = gf_ceil_div(gf_least(map->h, p->units * map->ph), 2), tiles = p->images * tall * p->across;
     p->chunk = gf_least(tiles, most);
-    p->part = gf_least(p->panels, gf_most(1, env("PART", 4)));
+    p->part = gf_least(p->panels, PART);
     p->finishes = tiles <= p->chunk && !is_smooth(&p->task->after);
 }
 
@@ -272,12 +274,13 @@ int GF_LEVEL(gf_winograd)(const gf_dense *t, int threads) {
     p.products_at = p.tiles_at + gf_float_bytes(POSITIONS * p.tiles_step);
     p.edge_at = p.products_at + gf_float_bytes(POSITIONS * p.products_step);
     const size_t scratch = p.edge_at + gf_float_bytes(gf_most(POSITIONS * t->inputs, widest));
-    p.weight = aligned_alloc(64, gf_float_bytes(POSITIONS * p.weight_step + 2 * lanes));
+    void *owner;
+    p.weight = gf_take_memory(gf_float_bytes(POSITIONS * p.weight_step + 2 * lanes), &owner);
     if (!p.weight) return -1;
     p.shift = p.weight + POSITIONS * p.weight_step;
     const int64_t work = gf_ceil_div(map->n, p.images) * gf_ceil_div(gf_ceil_div(map->h, map->ph), p.units);
     int failed = gf_parallel(pack_panel, &p, p.panels, threads, gf_float_bytes(INPUTS * TAPS * GF_LANES));
     if (!failed) failed = gf_parallel(run_piece, &p, work, threads, scratch);
-    free(p.weight);
+    gf_give_memory(p.weight, owner);
     return failed;
 }
