@@ -33,7 +33,6 @@ GF_EXPORT int gf_dense_map(const void *packed, int threads) {
     return DENSE[gf_level()](&task, useful(threads, &task.after, task.inputs * task.kh * task.kw));
 }
 
-/* A dense convolution of kernel 3x3, stride 1 and dilation 1 with at least GF_LEAST_CHANNELS inputs. */
 GF_EXPORT int gf_winograd_map(const void *packed, int threads) {
     gf_dense task;
     memcpy(&task, packed, sizeof task);
