@@ -37,8 +37,8 @@ GF_INLINE void fetch(const float *from, int64_t floats) {
     for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy. */
-#define PANEL(V, R)                                                                                                      \
+/* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy, and 8 do. */
+#define PANEL(V, R, S)                                                                                                   \
     static void panel_##V(const float *x, int64_t inputs, const float *weight, const float *shift, float *y,             \
                           int64_t pitch, int64_t pixels, int64_t ahead) {                                                \
         int64_t i = 0;                                                                                                   \
@@ -46,13 +46,17 @@ GF_INLINE void fetch(const float *from, int64_t floats) {
             if (ahead) fetch(x + i * inputs + ahead, R * inputs);                                                        \
             run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, R, V);                                 \
         }                                                                                                                \
+        if (i + S <= pixels) {                                                                                           \
+            run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, S, V);                                 \
+            i += S;                                                                                                      \
+        }                                                                                                                \
         for (; i + 2 <= pixels; i += 2) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 2, V);     \
         if (i < pixels) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 1, V);                     \
     }
 
-PANEL(1, 12)
-PANEL(2, 6)
-PANEL(3, 4)
+PANEL(1, 12, 8)
+PANEL(2, 6, 4)
+PANEL(3, 4, 3)
 
 typedef void panel_fn(const float *x, int64_t inputs, const float *weight, const float *shift, float *y, int64_t pitch,
                       int64_t pixels, int64_t ahead);
