@@ -23,7 +23,7 @@ Use = Callable[[Any, Tensor], Any]
 
 
 class Parts(nn.Module):
-    """Layers of all kinds that wait, for a forward that is given from outside.
+    """Layers of all kinds that wait, for a forward that is given from outside; `wide` alone runs in torch at once.
 
     Attributes:
         use: The forward: takes this network and a map [N, 16, H, W], returns a map of 16 channels.
@@ -37,9 +37,10 @@ class Parts(nn.Module):
         self.stem, self.stem_norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
         self.conv, self.norm = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)
         self.deep, self.deep_norm = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16)
-        self.wide, self.wide_norm = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.wide, self.wide_norm = nn.Conv2d(16, 16, 5, padding=2), nn.BatchNorm2d(16)
         self.last, self.last_norm = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
         self.head = nn.Linear(16, 5)
+        self.three, self.three_norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem_norm(self.stem(x)))

@@ -129,6 +129,8 @@ USES = {
     "hardtanh": "b = net.norm(net.conv(x)); return F.hardtanh(b, -0.3, 0.4) + F.hardtanh(b, 0.5, 2.0)",
     "hardtanh_upside_down": "b = net.norm(net.conv(x)); return F.hardtanh(b, 0.5, 0.2)",
     "vgg": "return F.relu(net.conv(x)) + F.relu(net.deep(x), inplace=True)",
+    "basic_block": "y = F.relu(net.norm(net.three(x))); return F.relu(net.three_norm(net.three(y)) + x)",
+    "three_inplace": "c = net.three(x); b = net.three_norm(c); c.mul_(2); x = x + 1; return F.silu(b) + c + x",
     "linear_bottleneck": "return net.norm(net.conv(x)) + x",
     "inverted_residual": "return x + net.deep_norm(net.deep(F.relu(net.norm(net.conv(x)))))",
     "both_wait": "return net.deep(net.norm(net.conv(x)) + net.deep_norm(net.deep(x)))",

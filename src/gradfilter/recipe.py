@@ -106,13 +106,13 @@ def find_convolution(
     if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, w.shape[0], x.dtype):
         return None  # torch says what is wrong
     kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
-    if kernel is None or not native.prefers(w, stride, groups):
+    if kernel is None:
         return None
     h, width = (
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
     )
-    if min(h, width) < 1:
+    if min(h, width) < 1 or not native.prefers(kernel, w, stride, (h, width)):
         return None
     return Convolution(kernel, copy(w), b if b is None else copy(b), stride, padding, dilation, groups, (h, width))
 

@@ -166,6 +166,19 @@ static void give_back(block *b) {
     pthread_mutex_unlock(&lock);
 }
 
+void *gf_take_memory(size_t bytes, void **owner) {
+    block *b = take(bytes);
+    *owner = b;
+    return b ? b->memory : aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+void gf_give_memory(void *memory, void *owner) {
+    if (owner)
+        give_back(owner);
+    else
+        free(memory);
+}
+
 /* Bytes in use, kept free, and the most that were in use at once. */
 GF_EXPORT void gf_block_bytes(int64_t out[3]) {
     pthread_mutex_lock(&lock);

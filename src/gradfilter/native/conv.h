@@ -1,6 +1,6 @@
 /* Convolutions of channels_last maps in float32 that finish their rows while those are in the cache.
  *
- * Both write the rows of a unit into the thread's scratch and run the norm-activation pass from there to y. `after` is
+ * They write the rows of a unit into the thread's scratch and run the norm-activation pass from there to y. `after` is
  * that pass: its map is y's; its x, scale and shift are not used, for these are in the packed weights already.
  */
 #ifndef GF_CONV_H
@@ -30,7 +30,7 @@ typedef struct {
     int64_t inputs;
     int64_t h, w; /* of x */
     int64_t kh, kw, sh, sw, dh, dw, top, left;
-} gf_dense;
+} gf_dense; /* Winograd's, too: kernel 3x3, stride and dilation 1, inputs >= GF_LEAST_CHANNELS */
 
 /* The widest vector of any level: maps with fewer output channels are not for these functions. */
 enum { GF_LEAST_CHANNELS = 16 };

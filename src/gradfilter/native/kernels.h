@@ -23,7 +23,7 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 4 };
+enum { GF_ABI = 5 };
 
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
@@ -100,6 +100,10 @@ const gf_kernels *gf_current(void);
  * Each thread has `scratch_bytes` of its own. Returns 0, or -1 where there was no memory. */
 typedef void gf_run(const void *argument, int64_t unit, void *scratch);
 int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes);
+
+/* Take large memory that is used again, 64-byte aligned, NULL where there is none; give it back with its owner. */
+void *gf_take_memory(size_t bytes, void **owner);
+void gf_give_memory(void *memory, void *owner);
 
 /* As many of `threads` as a call over `elements` numbers is worth. */
 int gf_useful_threads(int threads, int64_t elements);

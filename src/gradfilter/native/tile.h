@@ -1,0 +1,73 @@
+/* A product of pixels with panels of weights, in tiles of registers.
+ *
+ * A panel is two vectors of outputs; an odd one joins the last panel. Its weights are packed [input, vector, lane].
+ */
+#ifndef GF_TILE_H
+#define GF_TILE_H
+
+#include "vec.h"
+
+/* R pixels times V vectors of outputs. */
+GF_INLINE void run_tile(const float *x, int64_t inputs, const float *weight, const float *shift, float *y, int64_t pitch,
+                        const int R, const int V) {
+    gf_vec sum[12][3];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) sum[r][j] = gf_load(shift + j * GF_LANES);
+    for (int64_t i = 0; i < inputs; i++, weight += V * GF_LANES) {
+        gf_vec w[3];
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) w[j] = gf_load(weight + j * GF_LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const float pixel = x[r * inputs + i];
+#pragma GCC unroll 3
+            for (int j = 0; j < V; j++) sum[r][j] += pixel * w[j];
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) gf_store(y + r * pitch + j * GF_LANES, sum[r][j]);
+}
+
+/* Bring the numbers from `from` on nearer: the pixels that a later tile reads. */
+GF_INLINE void fetch(const float *from, int64_t floats) {
+    for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy, and 8 do. */
+#define PANEL(V, R, S)                                                                                                   \
+    static void panel_##V(const float *x, int64_t inputs, const float *weight, const float *shift, float *y,             \
+                          int64_t pitch, int64_t pixels, int64_t ahead) {                                                \
+        int64_t i = 0;                                                                                                   \
+        for (; i + R <= pixels; i += R) {                                                                                \
+            if (ahead) fetch(x + i * inputs + ahead, R * inputs);                                                        \
+            run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, R, V);                                 \
+        }                                                                                                                \
+        if (i + S <= pixels) {                                                                                           \
+            run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, S, V);                                 \
+            i += S;                                                                                                      \
+        }                                                                                                                \
+        for (; i + 2 <= pixels; i += 2) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 2, V);     \
+        if (i < pixels) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 1, V);                     \
+    }
+
+PANEL(1, 12, 8)
+PANEL(2, 6, 4)
+PANEL(3, 4, 3)
+
+typedef void panel_fn(const float *x, int64_t inputs, const float *weight, const float *shift, float *y, int64_t pitch,
+                      int64_t pixels, int64_t ahead);
+static panel_fn *const RUN[3] = {panel_1, panel_2, panel_3};
+
+/* Panels in so many vectors. */
+GF_INLINE int64_t count_panels(int64_t vectors) { return gf_most(1, vectors / 2); }
+
+/* The first vector of a panel; of the one after the last, the end. */
+GF_INLINE int64_t panel_start(int64_t panel, int64_t vectors) {
+    return panel < count_panels(vectors) ? 2 * panel : vectors;
+}
+
+#endif
