@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter import patches
+from gradfilter import native, patches
 from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
+from gradfilter.native import AxisPairs
 from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, constant, count_cells, to_tensor
 from gradfilter.tensor import is_traced
 
@@ -97,6 +98,17 @@ class Geometry:
         return joint.reshape(rows.shape[1] * columns.shape[1], len(rows) * len(columns), -1)
 
     @cached_property
+    def pairs(self) -> tuple[AxisPairs, AxisPairs]:
+        """The cells that meet in some tap, per axis, and which of the rows of `coefficients` says how much."""
+        return find_pairs(self.taps[0])[0], find_pairs(self.taps[1])[0]
+
+    @cached_property
+    def coefficients(self) -> Matrix:
+        """What a pair of cells takes of the kernel, both axes in one: [coefficients, taps]."""
+        rows, columns = (find_pairs(taps)[1] for taps in self.taps)
+        return np.einsum("au,bv->abuv", rows, columns).reshape(len(rows) * len(columns), -1)
+
+    @cached_property
     def stacked(self) -> tuple[Matrix, Matrix]:
         """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
         rows, columns = self.taps
@@ -104,6 +116,21 @@ class Geometry:
 
 
 make_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
+def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
+    """Return the pairs of cells that meet in some tap of T [taps, out cells, in cells], and their distinct columns of T."""
+    in_cell, out_cell = np.nonzero(taps.any(0).T)
+    distinct, number = np.unique(taps[:, out_cell, in_cell].T, axis=0, return_inverse=True)
+    pairs = np.column_stack([out_cell, number.reshape(-1)]).astype(np.int32)
+    start = np.searchsorted(in_cell, np.arange(taps.shape[2] + 1)).astype(np.int32)
+    return AxisPairs(start, pairs, taps.shape[1], len(distinct)), distinct
+
+
+@constant
+def find_coefficients(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what pairs of cells take of the kernel [coefficients, taps]."""
+    return torch.tensor(geometry.coefficients, dtype=dtype, device=device)
 
 
 @constant
@@ -147,6 +174,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
     if geometry.is_single_tap:
         return single_tap_gradients(g, kept, w, geometry, need_gx)
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
+    if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, *geometry.pairs):
+        return paired_gradients(g, kept, w, geometry, need_gx)
     if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
     if prefers_products(g, geometry):
@@ -346,6 +375,17 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
         operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)
         gx = (by_channel @ operator).transpose(0, 1).reshape(n, channels, *geometry.in_cells)
     return gx, gw
+
+
+def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw with one kernel per channel in one pass over the pairs of cells that meet.
+
+    A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
+    """
+    taps = find_coefficients(geometry, g)
+    q = taps @ w.reshape(len(w), -1).t() if need_gx else None
+    gx, gq = native.pair_gradients(g, kept, q, *geometry.pairs)
+    return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
 
 
 def grouped_outer(g: Tensor, unfolded: Tensor, groups: int) -> Tensor:
