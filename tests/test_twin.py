@@ -74,12 +74,12 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
     w = draw(channels, 1, rows.kernel, columns.kernel, seed=3)
     want = twin.separable_gradients(maps[0], maps[1], w, geometry, True)
     g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, formats, strict=True))
-    assume(native.can_pair(g, *geometry.pairs))
+    if not native.can_pair(g, *geometry.pairs):
+        assert not len(geometry.coefficients)  # a kernel that reads padding alone
+        return
     gx, gw = twin.paired_gradients(g, kept, w.float(), geometry, need_gx)
-    torch.testing.assert_close(gw, want[1].float(), rtol=1e-4, atol=1e-4)
-    assert (gx is not None) == need_gx
+    torch.testing.assert_close((gx, gw), want if need_gx else (None, want[1]), rtol=1e-4, atol=1e-4, check_dtype=False)
     if gx is not None:
-        torch.testing.assert_close(gx, want[0].float(), rtol=1e-4, atol=1e-4)
         assert gx.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(twin.paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
 

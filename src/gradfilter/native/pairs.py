@@ -42,8 +42,8 @@ class AxisPairs(NamedTuple):
 
 
 def can_pair(g: Tensor, rows: AxisPairs, columns: AxisPairs) -> bool:
-    """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of very many taps."""
-    few = rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
+    """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of no or very many taps."""
+    few = 0 < rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
     return few and g.dtype is torch.float32 and g.shape[1] >= _LEAST_CHANNELS and can_run(g)
 
 

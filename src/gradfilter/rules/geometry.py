@@ -96,7 +96,7 @@ class Geometry:
     def coefficients(self) -> Matrix:
         """What a pair of cells takes of the kernel, both axes in one: [coefficients, taps]."""
         rows, columns = (find_pairs(taps)[1] for taps in self.taps)
-        return np.einsum("au,bv->abuv", rows, columns).reshape(len(rows) * len(columns), -1)
+        return np.kron(rows, columns)
 
     @cached_property
     def stacked(self) -> tuple[Matrix, Matrix]:
