@@ -1,16 +1,18 @@
 """The ways to the same gradients: of a coarse twin, of max pooling's winners, of maps in either layout."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import oracles
 from cases import draw
-from gradfilter import patches
+from gradfilter import native, patches
 from gradfilter.patches import Axis
 from gradfilter.rules import pooling, twin
 
@@ -59,6 +61,69 @@ def test_products_write_the_weight_gradient_in_the_layout_of_a_channels_last_ker
     assert gw is not None
     assert gx.is_contiguous(memory_format=torch.channels_last)
     assert gw.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("level")
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(axes, axes, layouts, layouts, st.sampled_from([16, 23, 64, 90, 150]), st.integers(1, 3), st.booleans())
+def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layout, other, channels, n, need_gx):
+    assume(rows.transposed == columns.transposed)
+    geometry = twin.make_geometry(rows, columns, channels, False)
+    sizes, formats = (geometry.out_cells, geometry.in_cells), (layout, other)
+    maps = [draw(n, channels, *cells, seed=i) for i, cells in enumerate(sizes)]
+    w = draw(channels, 1, rows.kernel, columns.kernel, seed=3)
+    want = twin.separable_gradients(maps[0], maps[1], w, geometry, True)
+    g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, formats, strict=True))
+    if not native.can_pair(g, *geometry.pairs):
+        assert not len(geometry.coefficients)  # a kernel that reads padding alone
+        return
+    gx, gw = twin.paired_gradients(g, kept, w.float(), geometry, need_gx)
+    torch.testing.assert_close((gx, gw), want if need_gx else (None, want[1]), rtol=1e-4, atol=1e-4, check_dtype=False)
+    if gx is not None:
+        assert gx.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(twin.paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+def test_pairs_are_the_way_of_depthwise_kernels_in_single_precision(monkeypatch):
+    calls = []
+    monkeypatch.setattr(twin, "paired_gradients", lambda *arguments: calls.append(arguments) or (None, None))
+    axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
+    geometry = twin.make_geometry(axis, axis, 16, False)
+    g, kept = (make_map(16, (4, 4), torch.channels_last, seed) for seed in (1, 2))
+    w = draw(16, 1, 3, 3)
+    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    assert len(calls) == 1
+    for dtype in (torch.float64, torch.bfloat16):
+        twin.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
+    assert len(calls) == 1
+
+
+@quick
+@given(axes, axes, st.booleans())
+def test_shifted_maps_give_the_gradient_of_a_lifted_kernel(rows, columns, need_gx):
+    geometry = twin.make_geometry(*(replace(a, stride=1, dilation=1, transposed=False) for a in (rows, columns)), 1, False)
+    lifts = geometry.lifts
+    assume(lifts is not None)
+    g, kept = (make_map(channels, cells, torch.channels_last, channels) for channels, cells in
+               ((3, geometry.out_cells), (2, geometry.in_cells)))  # fmt: skip
+    assume(all(a.stride == 1 and a.dilation == 1 and min(a.before, a.after) >= 0 for a in lifts))  # type: ignore[union-attr]
+    w = draw(3, 2, rows.kernel, columns.kernel, seed=3)
+    want = twin.lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twin, "prefers_shifts", lambda *arguments: True)
+        got = twin.lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
+    torch.testing.assert_close(got, want)
+
+
+def test_only_large_maps_are_shifted():
+    for size, large in ((32, True), (16, False)):
+        axis = Axis(3, 1, 1, 1, size, size, 1, 1)
+        geometry = twin.make_geometry(axis, axis, 1, False)
+        g, kept = (torch.zeros(1, 100, size, size).contiguous(memory_format=torch.channels_last) for _ in range(2))
+        assert twin.prefers_shifts(g, kept, geometry, geometry.lifts) == large  # type: ignore[arg-type]
+        assert not twin.prefers_shifts(g.bfloat16(), kept.bfloat16(), geometry, geometry.lifts)  # type: ignore[arg-type]
+        assert not twin.prefers_shifts(g.contiguous(), kept, geometry, geometry.lifts)  # type: ignore[arg-type]
 
 
 def find_taps(like, size):

@@ -2,8 +2,8 @@
 
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
 convolution that ends in such a pass; `scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool`
-go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `empty` makes large tensors
-on blocks that come back.
+go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way
+back through a depthwise convolution at patch resolution; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
@@ -13,6 +13,7 @@ from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
 from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool, max_route
 from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
+from gradfilter.native.pairs import AxisPairs, can_pair, pair_gradients
 from gradfilter.native.pooling import can_scale, pool_mean, pool_sum, scale_by_counts, unpool
 from gradfilter.native.reference import torch_norm_act, torch_unpool
 from gradfilter.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, RELU, RELU6, SILU, Act, Fused
@@ -26,6 +27,7 @@ __all__ = [
     "RELU6",
     "SILU",
     "Act",
+    "AxisPairs",
     "BlockBytes",
     "Fused",
     "Pooled",
@@ -33,6 +35,7 @@ __all__ = [
     "block_bytes",
     "can_convolve",
     "can_max_pool",
+    "can_pair",
     "can_run",
     "can_scale",
     "convolve",
@@ -46,6 +49,7 @@ __all__ = [
     "max_route",
     "norm_act",
     "off",
+    "pair_gradients",
     "plain_memory",
     "pool_mean",
     "pool_sum",

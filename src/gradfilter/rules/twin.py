@@ -7,121 +7,22 @@ matrix products, and no copies where maps are channels-last already.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter import patches
+from gradfilter import native
 from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
-from gradfilter.patches import Axis, Lift, Matrix, Pair, apply_axes, constant, count_cells, to_tensor
+from gradfilter.patches import Lift, Pair, apply_axes, is_nhwc, to_tensor
+from gradfilter.rules.geometry import Geometry, find_coefficients, find_joint_taps, find_taps, make_geometry
 from gradfilter.tensor import is_traced
 
-SMALL = 64
-"""Up to so many cells, both axes of the tap matrices fit in one matrix."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of one convolution between two tiled maps, everything but batch, channels and weights."""
-
-    rows: Axis
-    columns: Axis
-    groups: int
-    lumped: bool
-
-    @property
-    def out_patch(self) -> Pair:
-        """The patch of the output."""
-        return self.rows.out_patch, self.columns.out_patch
-
-    @property
-    def out_cells(self) -> Pair:
-        """The number of output patches."""
-        return count_cells((self.rows.out_size, self.columns.out_size), self.out_patch)
-
-    @property
-    def is_transposed(self) -> bool:
-        """Tell whether this is a transposed convolution."""
-        return self.rows.transposed
-
-    @cached_property
-    def is_pointwise(self) -> bool:
-        """Tell whether each output pixel reads one real input pixel: a 1×1 kernel without padding."""
-        return not self.is_transposed and all(
-            a.kernel == 1 and a.before == 0 and a.stride * (a.out_size - 1) < a.in_size for a in (self.rows, self.columns)
-        )
-
-    @cached_property
-    def taps(self) -> tuple[Matrix, Matrix]:
-        """The tap matrices per axis [taps, out cells, in cells]; the lumped kernel has one tap."""
-        make = patches.lumped_matrix if self.lumped else patches.tap_matrices
-        return make(self.rows), make(self.columns)
-
-    @cached_property
-    def is_single_tap(self) -> bool:
-        """Tell whether the coarse kernel has one tap: the input is then kept as the output cells see it."""
-        return self.is_pointwise or self.lumped
-
-    @cached_property
-    def is_aligned(self) -> bool:
-        """Tell whether, with one tap, output cells are input cells."""
-        return all(patches.is_identity(matrix[0]) for matrix in self.taps)
-
-    @cached_property
-    def lifts(self) -> tuple[Lift, Lift] | None:
-        """The coarse twin as an ordinary convolution, where partial patches do not forbid it."""
-        rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
-        return None if rows is None or columns is None else (rows, columns)
-
-    @property
-    def in_cells(self) -> Pair:
-        """The number of input patches."""
-        return count_cells((self.rows.in_size, self.columns.in_size), (self.rows.in_patch, self.columns.in_patch))
-
-    @cached_property
-    def is_small(self) -> bool:
-        """Tell whether the maps have few cells."""
-        return max(self.in_cells[0] * self.in_cells[1], self.out_cells[0] * self.out_cells[1]) <= SMALL
-
-    @cached_property
-    def joint_taps(self) -> Matrix:
-        """Both axes of the tap matrices in one: [out cells, taps, in cells], rows and columns flattened."""
-        rows, columns = self.taps
-        joint = np.einsum("uij,vkl->ikuvjl", rows, columns)
-        return joint.reshape(rows.shape[1] * columns.shape[1], len(rows) * len(columns), -1)
-
-    @cached_property
-    def stacked(self) -> tuple[Matrix, Matrix]:
-        """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
-        rows, columns = self.taps
-        return rows.reshape(-1, rows.shape[-1]), columns.reshape(-1, columns.shape[-1])
-
-
-make_geometry = lru_cache(maxsize=4096)(Geometry)
-
-
-@constant
-def find_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the tap matrices per axis, transposed [in cells, out cells]; `None` for an identity."""
-    rows, columns = (
-        [None if patches.is_identity(tap) else torch.tensor(tap.T, dtype=dtype, device=device) for tap in taps]
-        for taps in geometry.taps
-    )
-    return rows, columns
-
-
-@constant
-def find_joint_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return both axes of the tap matrices in one [out cells, taps, in cells]."""
-    return torch.tensor(geometry.joint_taps, dtype=dtype, device=device)
-
-
+__all__ = ["Geometry", "conv_gradients", "make_geometry"]
+LARGE = 100_000
+"""From so many numbers per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -147,6 +48,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
     if geometry.is_single_tap:
         return single_tap_gradients(g, kept, w, geometry, need_gx)
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
+    if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, *geometry.pairs):
+        return paired_gradients(g, kept, w, geometry, need_gx)
     if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
     if prefers_products(g, geometry):
@@ -348,6 +251,17 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
     return gx, gw
 
 
+def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
+    """Return gx and gw with one kernel per channel in one pass over the pairs of cells that meet.
+
+    A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
+    """
+    taps = find_coefficients(geometry, g)
+    q = taps @ w.reshape(len(w), -1).t() if need_gx else None
+    gx, gq = native.pair_gradients(g, kept, q, *geometry.pairs)
+    return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
+
+
 def grouped_outer(g: Tensor, unfolded: Tensor, groups: int) -> Tensor:
     """Return Σ over images and cells of G · input per group: g [N, Co, …], unfolded [N, Ci, K, …] to [Co, Ci/groups, K]."""
     n, co = g.shape[:2]
@@ -388,6 +302,20 @@ def lifted_gradients(
 ) -> Gradients:
     """Return gx and gw through one ordinary convolution with the lifted kernel A_h w A_wᵀ on the coarse maps."""
     rows, columns = lifts
+    kernel = apply_axes(w, rows.matrix, columns.matrix)
+    if kept is not None and prefers_shifts(g, kept, geometry, lifts):
+        gw = shifted_gradient(g, kept, lifts)
+        gx = convolve_back(g, kept, kernel.contiguous(), geometry, lifts, True, False)[0] if need_gx else None
+    else:
+        gx, gw = convolve_back(g, kept, kernel, geometry, lifts, need_gx, kept is not None)
+    return gx, None if gw is None else apply_axes(gw, rows.matrix.T, columns.matrix.T)
+
+
+def convolve_back(
+    g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], need_gx: bool, need_gw: bool
+) -> Gradients:
+    """Return gx and gw of an ordinary convolution with the lifted kernel w, by torch."""
+    rows, columns = lifts
     in_cells = geometry.in_cells
     pads = [columns.before, columns.after, rows.before, rows.after]
     symmetric = rows.is_symmetric and columns.is_symmetric
@@ -399,7 +327,7 @@ def lifted_gradients(
     gx, gw, _ = torch.ops.aten.convolution_backward(
         g,
         padded,
-        apply_axes(w, rows.matrix, columns.matrix),
+        w,
         None,
         [rows.stride, columns.stride],
         [rows.before, columns.before] if symmetric else [0, 0],
@@ -407,10 +335,36 @@ def lifted_gradients(
         False,
         [0, 0],
         geometry.groups,
-        [need_gx, kept is not None, False],
+        [need_gx, need_gw, False],
     )
-    if gx is not None and not symmetric:
-        gx = F.pad(gx, [-p for p in pads])
-    if gw is not None:
-        gw = apply_axes(gw, rows.matrix.T, columns.matrix.T)
-    return gx, gw
+    return gx if gx is None or symmetric else F.pad(gx, [-p for p in pads]), gw
+
+
+def prefers_shifts(g: Tensor, kept: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift]) -> bool:
+    """Tell whether products of shifted maps are the cheaper way to gw: on large maps, which torch reorders."""
+    large = geometry.groups == 1 and min(g.shape[1], kept.shape[1]) * g.shape[2] * g.shape[3] >= LARGE
+    plain = all(a.stride == 1 and a.dilation == 1 and min(a.before, a.after) >= 0 for a in lifts)
+    return large and plain and g.is_cpu and g.element_size() > 2 and all(is_nhwc(x) for x in (g, kept))
+
+
+def shifted_gradient(g: Tensor, kept: Tensor, lifts: tuple[Lift, Lift]) -> Tensor:
+    """Return the gradient of the lifted kernel, stride 1: one product per tap and image, while that is in the cache.
+
+    Rows of the padded input are as wide as those of the output with zeros behind them, so tap (u, v) of the flattened cells
+    of one is a shift of the other.
+    """
+    rows, columns = lifts
+    (co, ci), (kh, kw) = (g.shape[1], kept.shape[1]), (len(rows.matrix), len(columns.matrix))
+    gw = g.new_zeros(co, kh, kw, ci)
+    for image, gradient in zip(kept.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1), strict=True):
+        x = F.pad(image, [0, 0, columns.before, columns.after, rows.before, rows.after])
+        width = x.shape[1]
+        x = x.reshape(-1, ci)
+        by_cell = F.pad(gradient, [0, 0, 0, kw - 1]).reshape(-1, co)
+        count = len(by_cell) - (kw - 1)
+        by_channel = by_cell[:count].t()
+        for u in range(kh):
+            for v in range(kw):
+                first = u * width + v
+                gw[:, u, v].addmm_(by_channel, x[first : first + count])
+    return gw.permute(0, 3, 1, 2)

@@ -1,0 +1,121 @@
+/* The gradients of a depthwise convolution between patch-constant maps, a few channels of all images at a time. */
+#include "pairs.h"
+#include "vec.h"
+
+/* Vectors that are in registers at once, and channels of a unit of work: as many as lie in a few cache lines. */
+enum { GROUP = 4, BLOCK = 64 };
+
+/* Let a pointer be one register: compilers like to compute each vector's address anew, from more numbers than there are. */
+#define KEEP(pointer) __asm__("" : "+r"(pointer))
+
+typedef struct {
+    const gf_pairs *task;
+    int64_t units, coefficients;
+} plan;
+
+/* What a unit works on: `channels` of them from `first` on, and its own q and gq [coefficients, pitch]. */
+typedef struct {
+    int64_t first, channels, vectors, pitch;
+    float *q, *gq;
+} part;
+
+/* The pairs of one input cell along an axis. */
+typedef struct {
+    const int32_t *pair, *end;
+} span;
+
+GF_INLINE span find_span(const gf_pair_axis *axis, int64_t cell) {
+    return (span){axis->pairs + 2 * axis->start[cell], axis->pairs + 2 * axis->start[cell + 1]};
+}
+
+/* All pairs of one input cell, `count` vectors of channels wide. */
+GF_INLINE void run_cell(const gf_pairs *t, span rows, span columns, const float *g, const float *x, float *gx,
+                        const float *q, float *gq, const int64_t pitch, const int count, const int want_x,
+                        const int want_q) {
+    const int64_t channels = t->c, across = t->columns.out * t->c, coefficients = t->columns.coefficients;
+    gf_vec sum[GROUP], value[GROUP];
+    for (int v = 0; v < count; v++) {
+        if (want_x) sum[v] = (gf_vec){0};
+        if (want_q) value[v] = gf_load(x + v * GF_LANES);
+    }
+    for (; rows.pair < rows.end; rows.pair += 2) {
+        const float *line = g + rows.pair[0] * across;
+        const int64_t first = rows.pair[1] * coefficients;
+        for (const int32_t *pair = columns.pair; pair < columns.end; pair += 2) {
+            const float *from = line + pair[0] * channels, *factor = q + (first + pair[1]) * pitch;
+            float *total = gq + (first + pair[1]) * pitch;
+            KEEP(from);
+            KEEP(factor);
+            KEEP(total);
+            for (int v = 0; v < count; v++) {
+                const gf_vec gradient = gf_load(from + v * GF_LANES);
+                if (want_x) sum[v] += gradient * gf_load(factor + v * GF_LANES);
+                if (want_q) gf_store(total + v * GF_LANES, gf_load(total + v * GF_LANES) + gradient * value[v]);
+            }
+        }
+    }
+    if (want_x)
+        for (int v = 0; v < count; v++) gf_store(gx + v * GF_LANES, sum[v]);
+}
+
+/* One image: groups of vectors as long as there are whole ones; the last vector overlaps the one before it. */
+GF_INLINE void run_image(const gf_pairs *t, const part *p, const float *g, const float *x, float *gx, const int want_x,
+                         const int want_q) {
+    for (int64_t i = 0; i < t->rows.in; i++) {
+        const span rows = find_span(&t->rows, i);
+        for (int64_t j = 0; j < t->columns.in; j++) {
+            const span columns = find_span(&t->columns, j);
+            const int64_t cell = (i * t->columns.in + j) * t->c;
+            for (int64_t v = 0; v < p->vectors;) {
+                const int64_t start = p->first + gf_vec_start(v, p->channels), own = v * GF_LANES;
+                const int64_t whole = p->channels / GF_LANES - v;
+                const float *from = want_q ? x + cell + start : NULL;
+                float *to = want_x ? gx + cell + start : NULL;
+                if (whole >= GROUP) {
+                    run_cell(t, rows, columns, g + start, from, to, p->q + own, p->gq + own, p->pitch, GROUP, want_x, want_q);
+                    v += GROUP;
+                } else if (whole >= 2) {
+                    run_cell(t, rows, columns, g + start, from, to, p->q + own, p->gq + own, p->pitch, 2, want_x, want_q);
+                    v += 2;
+                } else {
+                    run_cell(t, rows, columns, g + start, from, to, p->q + own, p->gq + own, p->pitch, 1, want_x, want_q);
+                    v++;
+                }
+            }
+        }
+    }
+}
+
+static void run_unit(const void *argument, int64_t unit, void *scratch) {
+    const plan *all = argument;
+    const gf_pairs *t = all->task;
+    part p = {.first = unit * BLOCK, .channels = unit + 1 < all->units ? BLOCK : t->c - unit * BLOCK, .q = scratch};
+    const int64_t in = t->rows.in * t->columns.in * t->c, out = t->rows.out * t->columns.out * t->c;
+    p.vectors = gf_ceil_div(p.channels, GF_LANES);
+    p.pitch = p.vectors * GF_LANES;
+    p.gq = p.q + all->coefficients * p.pitch;
+    for (int64_t k = 0; k < all->coefficients; k++)
+        for (int64_t v = 0; v < p.vectors; v++) {
+            const int64_t own = k * p.pitch + v * GF_LANES;
+            if (t->gx) gf_store(p.q + own, gf_load(t->q + k * t->c + p.first + gf_vec_start(v, p.channels)));
+            gf_store(p.gq + own, (gf_vec){0});
+        }
+    for (int64_t image = 0; image < t->n; image++) {
+        const float *g = t->g + image * out, *x = t->gq ? t->x + image * in : NULL;
+        float *gx = t->gx ? t->gx + image * in : NULL;
+        if (gx && x)
+            run_image(t, &p, g, x, gx, 1, 1);
+        else if (gx)
+            run_image(t, &p, g, x, gx, 1, 0);
+        else
+            run_image(t, &p, g, x, gx, 0, 1);
+    }
+    for (int64_t k = 0; t->gq && k < all->coefficients; k++)
+        for (int64_t v = 0; v < p.vectors; v++)
+            gf_store(t->gq + k * t->c + p.first + gf_vec_start(v, p.channels), gf_load(p.gq + k * p.pitch + v * GF_LANES));
+}
+
+int GF_LEVEL(gf_pairs)(const gf_pairs *t, int threads) {
+    plan p = {.task = t, .units = gf_most(1, t->c / BLOCK), .coefficients = t->rows.coefficients * t->columns.coefficients};
+    return gf_parallel(run_unit, &p, p.units, threads, gf_float_bytes(2 * p.coefficients * 2 * BLOCK));
+}

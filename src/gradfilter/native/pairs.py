@@ -1,0 +1,70 @@
+"""The gradients of a depthwise convolution between patch-constant maps."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradfilter.native.library import call, can_run
+from gradfilter.native.memory import empty
+
+_TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
+"""`gf_pairs` of pairs.h."""
+_LEAST_CHANNELS = 16
+"""The widest vector of any level of the instruction set."""
+_MOST_COEFFICIENTS = 256
+"""Those of one channel: with more of them, a unit of work would not stay in the cache."""
+
+
+class AxisPairs(NamedTuple):
+    """Along one axis, which output cells each input cell is read by, and how much.
+
+    Attributes:
+        start: For each input cell, and the end, where its pairs begin [in cells + 1].
+        pairs: Output cell and number of the coefficient of each pair [pairs, 2], ordered by input cell.
+        out: The number of output cells.
+        coefficients: The number of coefficients.
+    """
+
+    start: np.ndarray
+    pairs: np.ndarray
+    out: int
+    coefficients: int
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """The fields of `gf_pair_axis`."""
+        return self.start.ctypes.data, self.pairs.ctypes.data, len(self.start) - 1, self.out, self.coefficients
+
+
+def can_pair(g: Tensor, rows: AxisPairs, columns: AxisPairs) -> bool:
+    """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of no or very many taps."""
+    few = 0 < rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
+    return few and g.dtype is torch.float32 and g.shape[1] >= _LEAST_CHANNELS and can_run(g)
+
+
+def pair_gradients(
+    g: Tensor, x: Tensor | None, q: Tensor | None, rows: AxisPairs, columns: AxisPairs
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return gx and gq: with q_k the coefficient of a pair of cells (i, j), gx_j = Σ g_i q_k and gq_k = Σ g_i x_j.
+
+    Args:
+        g: The gradient of the output [N, C, H', W']: one that `can_pair`.
+        x: The input [N, C, H', W']; `None` where gq is not asked for.
+        q: The coefficients of rows and columns [K, C], dense; `None` where gx is not asked for.
+        rows: The pairs along the rows.
+        columns: The same along the columns.
+    """
+    n, c = g.shape[:2]
+    cells, layout = (len(rows.start) - 1, len(columns.start) - 1), torch.channels_last
+    g = g.contiguous(memory_format=layout)
+    x = None if x is None else x.contiguous(memory_format=layout)
+    gx = None if q is None else empty((n, c, *cells), torch.float32, layout)
+    gq = None if x is None else torch.empty(rows.coefficients * columns.coefficients, c)
+    pointers = (0 if v is None else v.data_ptr() for v in (g, x, q, gx, gq))
+    call("pairs", _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers))
+    return gx, gq

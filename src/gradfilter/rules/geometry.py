@@ -1,0 +1,139 @@
+"""The shape of a convolution between tiled maps, and the constants that the gradients of its coarse twin need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradfilter import patches
+from gradfilter.native import AxisPairs
+from gradfilter.patches import Axis, Lift, Matrix, Pair, constant, count_cells
+
+SMALL = 64
+"""Up to so many cells, both axes of the tap matrices fit in one matrix."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of one convolution between two tiled maps, everything but batch, channels and weights."""
+
+    rows: Axis
+    columns: Axis
+    groups: int
+    lumped: bool
+
+    @property
+    def out_patch(self) -> Pair:
+        """The patch of the output."""
+        return self.rows.out_patch, self.columns.out_patch
+
+    @property
+    def out_cells(self) -> Pair:
+        """The number of output patches."""
+        return count_cells((self.rows.out_size, self.columns.out_size), self.out_patch)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Tell whether this is a transposed convolution."""
+        return self.rows.transposed
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Tell whether each output pixel reads one real input pixel: a 1×1 kernel without padding."""
+        return not self.is_transposed and all(
+            a.kernel == 1 and a.before == 0 and a.stride * (a.out_size - 1) < a.in_size for a in (self.rows, self.columns)
+        )
+
+    @cached_property
+    def taps(self) -> tuple[Matrix, Matrix]:
+        """The tap matrices per axis [taps, out cells, in cells]; the lumped kernel has one tap."""
+        make = patches.lumped_matrix if self.lumped else patches.tap_matrices
+        return make(self.rows), make(self.columns)
+
+    @cached_property
+    def is_single_tap(self) -> bool:
+        """Tell whether the coarse kernel has one tap: the input is then kept as the output cells see it."""
+        return self.is_pointwise or self.lumped
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Tell whether, with one tap, output cells are input cells."""
+        return all(patches.is_identity(matrix[0]) for matrix in self.taps)
+
+    @cached_property
+    def lifts(self) -> tuple[Lift, Lift] | None:
+        """The coarse twin as an ordinary convolution, where partial patches do not forbid it."""
+        rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
+        return None if rows is None or columns is None else (rows, columns)
+
+    @property
+    def in_cells(self) -> Pair:
+        """The number of input patches."""
+        return count_cells((self.rows.in_size, self.columns.in_size), (self.rows.in_patch, self.columns.in_patch))
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Tell whether the maps have few cells."""
+        return max(self.in_cells[0] * self.in_cells[1], self.out_cells[0] * self.out_cells[1]) <= SMALL
+
+    @cached_property
+    def joint_taps(self) -> Matrix:
+        """Both axes of the tap matrices in one: [out cells, taps, in cells], rows and columns flattened."""
+        rows, columns = self.taps
+        joint = np.einsum("uij,vkl->ikuvjl", rows, columns)
+        return joint.reshape(rows.shape[1] * columns.shape[1], len(rows) * len(columns), -1)
+
+    @cached_property
+    def pairs(self) -> tuple[AxisPairs, AxisPairs]:
+        """The cells that meet in some tap, per axis, and which of the rows of `coefficients` says how much."""
+        return find_pairs(self.taps[0])[0], find_pairs(self.taps[1])[0]
+
+    @cached_property
+    def coefficients(self) -> Matrix:
+        """What a pair of cells takes of the kernel, both axes in one: [coefficients, taps]."""
+        rows, columns = (find_pairs(taps)[1] for taps in self.taps)
+        return np.kron(rows, columns)
+
+    @cached_property
+    def stacked(self) -> tuple[Matrix, Matrix]:
+        """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
+        rows, columns = self.taps
+        return rows.reshape(-1, rows.shape[-1]), columns.reshape(-1, columns.shape[-1])
+
+
+make_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
+def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
+    """Return the pairs of cells that meet in some tap of T [taps, out cells, in cells], and their distinct columns of T."""
+    in_cell, out_cell = np.nonzero(taps.any(0).T)
+    distinct, number = np.unique(taps[:, out_cell, in_cell].T, axis=0, return_inverse=True)
+    pairs = np.column_stack([out_cell, number.reshape(-1)]).astype(np.int32)
+    start = np.searchsorted(in_cell, np.arange(taps.shape[2] + 1)).astype(np.int32)
+    return AxisPairs(start, pairs, taps.shape[1], len(distinct)), distinct
+
+
+@constant
+def find_coefficients(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what pairs of cells take of the kernel [coefficients, taps]."""
+    return torch.tensor(geometry.coefficients, dtype=dtype, device=device)
+
+
+@constant
+def find_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the tap matrices per axis, transposed [in cells, out cells]; `None` for an identity."""
+    rows, columns = (
+        [None if patches.is_identity(tap) else torch.tensor(tap.T, dtype=dtype, device=device) for tap in taps]
+        for taps in geometry.taps
+    )
+    return rows, columns
+
+
+@constant
+def find_joint_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return both axes of the tap matrices in one [out cells, taps, in cells]."""
+    return torch.tensor(geometry.joint_taps, dtype=dtype, device=device)
