@@ -14,6 +14,7 @@ from gradfilter.cli import main
 from gradfilter.data import IGNORE, load_masks, make_mask_transforms
 from gradfilter.errors import CheckpointError, DataError, SettingsError
 from gradfilter.models.extras import import_extra
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
 from gradfilter.report import Results
 from gradfilter.scores import find_ious, find_mean_accuracy, find_mean_iou
 from gradfilter.train import Settings, train
@@ -214,3 +215,32 @@ def test_poly_falls_to_nothing():
 
 def test_tasks_have_the_names_of_the_flag():
     assert list(TASKS) == ["classify", "segment"]
+
+
+def test_fidelity_is_measured(scenes, tmp_path, capsys):
+    flags = {"task": "segment", "data": scenes, "model": "segment_runs:small", "weights": "random", "resolution": 16}
+    flags |= {"patch": 1, "batch": 4, "device": "cpu", "batches": 1}
+    assert main(["fidelity", *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    assert "1.0000" in capsys.readouterr().out
+
+
+def test_plans_are_compared(scenes, tmp_path, capsys):
+    flags = {**segment_runs.SMALL, "data": scenes, "out": tmp_path / "out", "epochs": 1}
+    del flags["patch"], flags["plan"]
+    plans = ["--plans", "head,decoder"]
+    assert main(["compare", *plans, *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    assert (tmp_path / "out" / "compare.md").exists()
+
+
+def test_a_network_of_the_registry(scenes, tmp_path):
+    declare_torchvision_ops()
+    pytest.importorskip("segmentation_models_pytorch")
+    settings = make_settings(scenes, tmp_path / "out", model="fpn", encoder="resnet18", resolution=32, plan="decoder")
+    job = prepare(fill_in(settings), Watch())
+    assert job.describe_model()["model"] == "fpn/resnet18"
+    labels, forward = next(job.train.run(torch.arange(2), 0))
+    job.loss(forward(), labels).backward()  # an exit would warn, and warnings are errors here
+    assert {name.partition(".")[0] for name, p in job.model.named_parameters() if p.grad is not None} == {
+        "decoder",
+        "segmentation_head",
+    }
