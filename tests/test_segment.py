@@ -19,6 +19,7 @@ from gradfilter.report import Results
 from gradfilter.scores import find_ious, find_mean_accuracy, find_mean_iou
 from gradfilter.train import Settings, train
 from gradfilter.train.batches import MaskRows, load
+from gradfilter.train.compare import compare
 from gradfilter.train.job import fill_in, prepare
 from gradfilter.train.run import find_rate
 from gradfilter.train.task import SEGMENT, TASKS, count_pixels, find_class_weights
@@ -224,12 +225,17 @@ def test_fidelity_is_measured(scenes, tmp_path, capsys):
     assert "1.0000" in capsys.readouterr().out
 
 
-def test_plans_are_compared(scenes, tmp_path, capsys):
-    flags = {**segment_runs.SMALL, "data": scenes, "out": tmp_path / "out", "epochs": 1}
-    del flags["patch"], flags["plan"]
-    plans = ["--plans", "head,decoder"]
-    assert main(["compare", *plans, *(f"--{name}={value}" for name, value in flags.items())]) == 0
-    assert (tmp_path / "out" / "compare.md").exists()
+def test_a_comparison_is_refused(scenes, tmp_path):
+    with pytest.raises(SettingsError, match="but --task is segment"):
+        compare(make_settings(scenes, tmp_path / "out"))
+
+
+def test_a_run_is_shown_beside_another(scenes, tmp_path):
+    first = train(make_settings(scenes, tmp_path / "exact", exact=True, patch=None, epochs=1))
+    second = train(make_settings(scenes, tmp_path / "out", epochs=1, beside=str(tmp_path / "exact")))
+    assert second.beside is not None
+    assert (second.beside.name, second.beside.accuracy) == ("exact", first.best.val_accuracy)
+    assert "exact " in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_network_of_the_registry(scenes, tmp_path):

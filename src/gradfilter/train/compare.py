@@ -114,6 +114,11 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
         InterruptedRunError: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
         GradFilterError: Anything else that a user can mend, as the text says.
     """
+    if settings.task != "classify":  # its intervals are those of a share of images
+        raise SettingsError(
+            f"a comparison tells the accuracy of classifiers and how sure that is, but --task is {settings.task}. Train each "
+            "plan with 'gradfilter train', with --beside the folder of an earlier run."
+        )
     watch, comparison = watch or Watch(), Comparison.make(settings, tries, seeds)
     check_folder(comparison)
     runs: dict[str, list[Results | None]] = {variant.name: [] for variant in comparison.variants}
