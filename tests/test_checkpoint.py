@@ -377,6 +377,7 @@ def test_the_header_tells_how_to_use_the_weights(photos, tmp_path):
     assert int(held_out, 16)
     assert about == {
         "version": VERSION,
+        "task": "classify",
         "model": "train_nets:small",
         "classes": list(CLASSES),
         "resolution": 12,

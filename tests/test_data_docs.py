@@ -10,7 +10,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-
 
 def test_the_table_lists_the_named_sets():
     rows = []
-    for name, info in find_sets().items():
+    for name, info in find_sets(None).items():
         counts = ", ".join(f"{part} {count}" for part, count in info.counts.items())
         layout = f"`{info.layout}` " if info.layout else ""
         rows.append(f"| `{name}` | {info.description} | {info.classes} | {counts} | {layout}|")
@@ -24,4 +24,5 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys):
         exec(block, names)
     assert capsys.readouterr().out.startswith("(0.")
     assert names["x"].shape == (3, 176, 176)
+    assert (names["pixels"].shape, names["labels"].shape) == ((3, 64, 64), (64, 64))
     assert len(names["part"]) in (718, 719)

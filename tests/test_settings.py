@@ -47,7 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"std": (1, math.inf, 1)}, "--std is (1, inf, 1), but three finite numbers above 0"),
     ({"augment": "flips"}, "--augment is 'flips', but must be one of none, flip, standard"),
     ({"optimizer": "SGD"}, "--optimizer is 'SGD', but must be one of sgd, adam, adamw"),
-    ({"schedule": "step"}, "--schedule is 'step', but must be one of cosine, constant"),
+    ({"schedule": "step"}, "--schedule is 'step', but must be one of cosine, poly, constant"),
     ({"cache": "ram"}, "--cache is 'ram', but must be one of off, memory, disk"),
     ({"precision": "16"}, "--precision is '16', but must be one of 32-true, bf16-mixed"),
     ({"kernel": "sum"}, "--kernel is 'sum', but must be one of lift, lumped"),

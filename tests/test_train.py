@@ -393,9 +393,9 @@ def test_limits_and_parts(photos, tmp_path, quick):
     assert max(results.train_counts) - min(results.train_counts) <= 1
     assert any("part 1 of 2: 9 images, KL divergence" in text and "(trained on)" in text for text in listen.texts)
     images = load_data(str(photos)).train
-    assert draw_evenly(images, 7, 0) == sorted(set(draw_evenly(images, 7, 0)))
-    assert draw_evenly(images, 7, 0) != draw_evenly(images, 7, 1)
-    assert sorted(images.select(draw_evenly(images, 7, 0)).counts()) == [2, 2, 3]
+    assert draw_evenly(images.labels, 7, 0) == sorted(set(draw_evenly(images.labels, 7, 0)))
+    assert draw_evenly(images.labels, 7, 0) != draw_evenly(images.labels, 7, 1)
+    assert sorted(images.select(draw_evenly(images.labels, 7, 0)).counts()) == [2, 2, 3]
 
 
 def test_half_precision(photos, tmp_path, quick):

@@ -21,12 +21,13 @@ def test_the_commands_parse(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("data: photos/\nplan: last4\n")
     commands = [line.partition("#")[0].split() for line in TEXT.splitlines() if line.startswith("gradfilter train ")]
     settings = [parse(words[2:]) for words in commands if "--print_config" not in words]
-    assert len(settings) == 6
+    assert len(settings) == 7
     assert (settings[0].plan, settings[0].patch, settings[1].grid) == ("last4", 2, 4)
     assert settings[2].resume
     assert (settings[3].lr, settings[3].plan) == (0.005, "last4")
     assert settings[4].epochs == settings[5].epochs == 50
     assert (settings[5].patch, settings[5].keep) == (1, "hosvd:0.8")
+    assert (settings[6].task, settings[6].encoder, settings[6].grid) == ("segment", "efficientnet-lite0", 16)
 
 
 def test_the_example_runs(tmp_path, monkeypatch, capsys):

@@ -25,6 +25,8 @@ DEFAULT_GRID = 4
 MOST_PREFIX = 16
 """So many tokens may stand in front of a grid of tokens: class and register tokens."""
 LAST = re.compile(r"last ?(\d+)")
+DECODER = ("decoder", "segmentation_head")
+"""Names of the modules behind the encoder in our networks for segmentation, and in those of segmentation-models-pytorch."""
 SHORTCUTS = ("downsample", "shortcut")
 """Names of modules whose convolutions the papers do not count among the last n: they run beside a block, not in it."""
 
@@ -134,17 +136,19 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Return the plan that a word names, "all", "head" or "last4", or that a YAML file holds."""
+        """Return the plan that a word names, "all", "head", "decoder" or "last4", or that a YAML file holds."""
         last = LAST.fullmatch(text)
         if is_plan_file(text):
             return cls.load(text)
         if text == "all":
             return cls.all()
+        if text == "decoder":
+            return cls(dict.fromkeys(DECODER, Backward()))
         if text == "head" or last:
             return cls.last(int(last[1]) if last else 0)
         raise PlanError(
-            f"{text!r} is no plan. Give 'all', 'head', 'last4' for the last four convolutions and the classifier, or a file "
-            "that ends in .yaml."
+            f"{text!r} is no plan. Give 'all', 'head', 'last4' for the last four convolutions and the classifier, 'decoder' "
+            "for all behind the encoder of a segmentation network, or a file that ends in .yaml."
         )
 
     def override(self, **choices: Any) -> Plan:
@@ -268,7 +272,10 @@ def find_norms(model: nn.Module) -> dict[str, str]:
 
 
 def find_last(model: nn.Module, n: int) -> frozenset[str]:
-    """Return the last n convolutions, shortcut projections left out, and the classifier: the last Linear."""
+    """Return the last n convolutions, shortcut projections left out, and the classifier.
+
+    That is the last Linear, or, in a network that has none, the last convolution.
+    """
     layers = find_layers(model)
     convs = [k for k, m in layers.items() if isinstance(m, Conv) and not set(k.split(".")) & set(SHORTCUTS)]
     if n > len(convs):
@@ -276,7 +283,7 @@ def find_last(model: nn.Module, n: int) -> frozenset[str]:
             f"the plan asks for the last {n} convolutions; the model has {len(convs)}. Use Plan.all to train them all."
         )
     classifier = [k for k, m in layers.items() if isinstance(m, nn.Linear)][-1:]
-    return frozenset([*convs[len(convs) - n :], *classifier])
+    return frozenset([*convs[len(convs) - n :], *(classifier or convs[-1:])])
 
 
 def containers(name: str) -> list[str]:

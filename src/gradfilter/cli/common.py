@@ -34,7 +34,7 @@ def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a plan."""
     parser.add_argument(
-        "--plan", default="all", help="which layers to train: all (default), head, last4, or a plan in a YAML file"
+        "--plan", default="all", help="which layers to train: all (default), head, decoder, last4, or a plan in a YAML file"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

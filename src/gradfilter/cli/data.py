@@ -12,12 +12,18 @@ def run(argv: list[str]) -> int:
     """List the data sets that 'train --data' knows."""
     argparse.ArgumentParser(prog="gradfilter data", description=run.__doc__).parse_args(argv)
     rows = [
-        (info.name, info.classes, ", ".join(f"{part} {count:,}" for part, count in info.counts.items()), info.source)
-        for info in find_sets().values()
+        (
+            info.name,
+            info.task,
+            info.classes,
+            ", ".join(f"{part} {count:,}" for part, count in info.counts.items()),
+            info.source,
+        )
+        for info in find_sets(None).values()
     ]
-    print("\n".join(align(("data", "classes", "images", "from"), rows)))
+    print("\n".join(align(("data", "task", "classes", "images", "from"), rows)))
     print(
         f"\nThey are looked for in {find_root()} (or --root), and fetched with --download. Or give a folder of your own, with "
-        "one folder per class."
+        "one folder per class, or images/ and masks/."
     )
     return 0

@@ -65,7 +65,7 @@ def measure(settings: Settings, batches: int, watch: Watch) -> Fidelity:
     model = make_trained_model(settings, plan, data.train).to(fabric.device)
     feed, _ = make_feeds(settings, data, model, fabric.device)
     with fabric.autocast():
-        return fidelity(model, feed.first(batches), make_loss(settings))
+        return fidelity(model, feed.first(batches), make_loss(settings, data.train))
 
 
 def save(found: Fidelity, settings: Settings, folder: Path) -> None:

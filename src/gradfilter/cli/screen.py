@@ -37,7 +37,9 @@ class Lines(Watch):
     def step(self, step: Step) -> None:
         """Write a line where there was none for long."""
         if time.monotonic() - self.said > QUIET:
-            self.tell(f"epoch {step.epoch} of {step.epochs}, batch {step.batch} of {step.batches}: {describe(step)}")
+            self.tell(
+                f"epoch {step.epoch} of {step.epochs}, batch {step.batch} of {step.batches}: {describe(step, self.metric)}"
+            )
 
     def work(self, work: Work) -> None:
         """Write a line where there was none for long."""
@@ -48,7 +50,7 @@ class Lines(Watch):
         """Write what came of an epoch."""
         held_out = "" if epoch.val_accuracy != epoch.val_accuracy else f", held out {epoch.val_accuracy:.1%}"
         self.tell(
-            f"epoch {epoch.epoch} of {epochs}: loss {epoch.train_loss:.3f}, accuracy {epoch.train_accuracy:.1%}{held_out}"
+            f"epoch {epoch.epoch} of {epochs}: loss {epoch.train_loss:.3f}, {self.metric} {epoch.train_accuracy:.1%}{held_out}"
             f"{' (best)' if is_best else ''}, {epoch.images_per_second:.0f} images/s, {format_time(epoch.seconds)}"
         )
 
@@ -69,7 +71,7 @@ class Bar(Lines):
 
     def step(self, step: Step) -> None:
         """Move the bar."""
-        self.show(f"epoch {step.epoch}/{step.epochs}", step.batch, step.batches, describe(step))
+        self.show(f"epoch {step.epoch}/{step.epochs}", step.batch, step.batches, describe(step, self.metric))
 
     def work(self, work: Work) -> None:
         """Move a bar of the work's own."""
@@ -102,10 +104,10 @@ class Bar(Lines):
             self.bar = None
 
 
-def describe(step: Step) -> str:
+def describe(step: Step, metric: str) -> str:
     """Return a step's figures in one line."""
     return (
-        f"loss {step.loss:.3f}, accuracy {step.accuracy:.1%}, {step.images_per_second:.0f} images/s, "
+        f"loss {step.loss:.3f}, {metric} {step.accuracy:.1%}, {step.images_per_second:.0f} images/s, "
         f"{step.saved_bytes / 1e6:.1f} MB held, {format_time(step.seconds_left)} left"
     )
 

@@ -36,7 +36,7 @@ TAKES_PLACE = {
 
 
 def run(argv: list[str]) -> int:
-    """Fine-tune a classifier on a folder of images, with filtered gradients."""
+    """Fine-tune a model on a folder of images, with filtered gradients."""
     settings = parse(argv)
     logging.getLogger("lightning").setLevel(logging.WARNING)  # its greeting
     screen = make_screen(sys.stderr)
@@ -87,7 +87,7 @@ class Command:
 
 TRAIN = Command(
     "train",
-    "Fine-tune a classifier on a folder of images, with filtered gradients.",
+    "Fine-tune a model on a folder of images, with filtered gradients.",
     "[--config FILE] [--preset NAME] [--data DATA] [--model MODEL] [--plan PLAN] [--SETTING VALUE]",
     lambda settings: settings.folder,
     CONFIG,
@@ -119,7 +119,7 @@ def over_preset(argv: list[str], values: dict[str, Any], command: Command) -> di
 def find_folder(values: dict[str, Any], command: Command) -> Path:
     """Return the folder of a run of which not all settings are known yet."""
     return command.find_folder(
-        Settings(**{name: values[name] for name in "out data model plan patch grid kernel keep exact".split()})
+        Settings(**{name: values[name] for name in "out task data model encoder plan patch grid kernel keep exact".split()})
     )
 
 
@@ -197,7 +197,7 @@ def describe_results(results: Results, settings: Settings) -> str:
     """Return the last lines of a run: what came of it, and where it is."""
     best, cost = results.best, results.cost
     beside = f", {results.beside.name} {results.beside.accuracy:.1%}," if results.beside else ""
-    line = f"accuracy {best.val_accuracy:.1%}{beside} on {sum(results.val_counts)} held-out images (epoch {best.epoch})"
+    line = f"{results.metric} {best.val_accuracy:.1%}{beside} on {results.val_images} held-out images (epoch {best.epoch})"
     if cost is not None:
         fewer = cost.exact_saved_bytes / max(1, cost.saved_bytes)
         line += f"; autograd held {cost.saved_bytes / 1e6:.1f} MB, {fewer:.1f}x fewer than the"

@@ -35,7 +35,7 @@ def check_files(paths: Sequence[str]) -> Checked:
     chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
     checked = Checked({}, {})
     # Filters of warnings belong to the process: set here, they hold in the threads. What is wrong is raised, not warned of.
-    with warnings.catch_warnings(), ThreadPoolExecutor(_count_threads(paths)) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(count_threads(paths)) as pool:
         warnings.simplefilter("ignore")
         for done, part in enumerate(pool.map(_check_chunk, chunks), start=1):
             checked.stamps.update(part.stamps)
@@ -66,7 +66,7 @@ def listed(lines: Sequence[str]) -> str:
     return "; ".join(lines[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _count_threads(paths: Sequence[str]) -> int:
+def count_threads(paths: Sequence[str]) -> int:
     """Choose how many threads decode: small files take little but Python's own time, in which threads hinder each other."""
     sample = paths[:_CHUNK]
     size = sum(os.path.getsize(path) for path in sample if os.path.isfile(path))
@@ -77,13 +77,14 @@ def _check_chunk(paths: Sequence[str]) -> Checked:
     checked = Checked({}, {})
     for path in paths:
         try:
-            checked.stamps[path] = _check_file(path)
+            checked.stamps[path] = check_file(path)[0]
         except DataError as error:
             checked.reasons[path] = str(error)
     return checked
 
 
-def _check_file(path: str) -> str:
+def check_file(path: str) -> tuple[str, tuple[int, int]]:
+    """Decode one file; give its stamp, and its size (w, h)."""
     extension = os.path.splitext(path)[1].lower()
     if extension not in find_extensions():
         raise DataError(f"not an image file (extension {extension!r})" if extension else "not an image file (no extension)")
@@ -93,5 +94,4 @@ def _check_file(path: str) -> str:
         raise DataError(str(error.strerror)) from error
     if not os.path.isfile(path):  # to open a pipe would wait for ever
         raise DataError("not a regular file")
-    read_rgb(path)
-    return stamp
+    return stamp, read_rgb(path).size

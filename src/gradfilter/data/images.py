@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class ImageSet:
             self,
             labels=tuple(self.labels[index] for index in chosen),
             names=tuple(self.names[index] for index in chosen),
-            read=_select_reader(self.read, chosen),
+            read=select_reader(self.read, chosen),
         )
 
     def counts(self) -> tuple[int, ...]:
@@ -73,21 +73,27 @@ class ImageSet:
         """
         digest = hashlib.sha256(json.dumps([self.classes, self.labels, self.names]).encode())
         for index in range(len(self)) if contents else ():
-            digest.update(_identify(self.read, index).encode() + b"\n")
+            digest.update(identify(self.read, index).encode() + b"\n")
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Data:
-    """The parts of a data set, and the files that were left out, each as "path: reason"; `made`: the split is ours."""
+Part = TypeVar("Part")
 
-    train: ImageSet
-    val: ImageSet
-    test: ImageSet | None
+
+@dataclass(frozen=True)
+class Data(Generic[Part]):
+    """The parts of a data set, and the files that were left out, each as "path: reason"; `made`: the split is ours.
+
+    The parts are of one kind: an `ImageSet` each, or a `MaskSet`.
+    """
+
+    train: Part
+    val: Part
+    test: Part | None
     skipped: tuple[str, ...] = ()
     made: bool = False
 
-    def join(self) -> ImageSet:
+    def join(self: "Data[ImageSet]") -> ImageSet:
         """Return the images of train and val as one set: what it was before it was split."""
         train, val = self.train, self.val
         labels, names = (*train.labels, *val.labels), (*train.names, *val.names)
@@ -144,7 +150,7 @@ class _Selection:
         return self.read(self.indices[index])
 
     def identify(self, index: int) -> str:
-        return _identify(self.read, self.indices[index])
+        return identify(self.read, self.indices[index])
 
 
 @dataclass(frozen=True)
@@ -159,13 +165,15 @@ class _Joined:
         return self.first.read(index) if index < split else self.second.read(index - split)
 
 
-def _select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:
+def select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:
+    """Make a reader of some images of another."""
     if isinstance(read, _Selection):  # keep chains of selections short
         return _Selection(read.read, tuple(read.indices[index] for index in indices))
     return _Selection(read, indices)
 
 
-def _identify(read: Callable[[int], "Image"], index: int) -> str:
+def identify(read: Callable[[int], "Image"], index: int) -> str:
+    """Tell one image of a reader from another: cheaply where it says how, else by its pixels."""
     if hasattr(read, "identify"):
         return read.identify(index)
     image = read(index)

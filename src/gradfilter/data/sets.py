@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,9 +20,12 @@ from gradfilter.models.extras import import_extra
 
 _log = logging.getLogger(__name__)
 
-_BY_HAND = "image-net.org, by hand"
+_BY_HAND = "by hand"
 _CUB_ARCHIVE = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz?download=1"
 _CUB_MD5 = "97eceeb196236b17998738112f37df78"
+
+
+Task = Literal["classify", "segment"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class SetInfo:
         source: Where it comes from.
         layout: What is expected below the folder of all sets; nothing for a set that comes with a package.
         load: Loads it; raises `MissingSetError` where it is not there.
+        task: "classify" where every image has a label, "segment" where it has a mask.
     """
 
     name: str
@@ -57,6 +61,7 @@ class SetInfo:
     source: str
     layout: str
     load: Callable[[Request], Data]
+    task: Task = "classify"
 
 
 class MissingSetError(Exception):
@@ -66,9 +71,9 @@ class MissingSetError(Exception):
 _SETS: dict[str, SetInfo] = {}
 
 
-def find_sets() -> dict[str, SetInfo]:
-    """List the named sets."""
-    return dict(_SETS)
+def find_sets(task: Task | None = "classify") -> dict[str, SetInfo]:
+    """List the named sets for a task; None for those of all."""
+    return {name: info for name, info in _SETS.items() if task in (None, info.task)}
 
 
 def find_root(root: str | None = None) -> Path:
@@ -77,7 +82,14 @@ def find_root(root: str | None = None) -> Path:
 
 
 def register(
-    name: str, description: str, *, classes: int, counts: Mapping[str, int], source: str = "torchvision", layout: str = ""
+    name: str,
+    description: str,
+    *,
+    classes: int,
+    counts: Mapping[str, int],
+    source: str = "torchvision",
+    layout: str = "",
+    task: Task = "classify",
 ) -> Callable[[Callable[[Request], Data]], Callable[[Request], Data]]:
     """Make a function the loader of a named set; see `SetInfo`."""
 
@@ -86,7 +98,7 @@ def register(
             raise SettingsError(
                 f"there is a data set {name!r} already: {_SETS[name].description}. Give the new one another name."
             )
-        _SETS[name] = SetInfo(name, description, classes, counts, source, layout, load)
+        _SETS[name] = SetInfo(name, description, classes, counts, source, layout, load, task)
         return load
 
     return enter
@@ -100,18 +112,23 @@ def load_set(name: str, request: Request) -> Data:
         return info.load(dataclasses.replace(request, download=False))
     except MissingSetError as error:
         reason = str(error)
-    if (folder / "train").is_dir():
+    if info.task == "classify" and (folder / "train").is_dir():
         return load_folder(folder, val_share=request.val_share, seed=request.seed, strict=request.strict)
-    failed, fetch = "was not found", "" if info.source == _BY_HAND else "fetch it with --download; "
+    failed, fetch = "was not found", "" if info.source.endswith(_BY_HAND) else "fetch it with --download; "
     if request.download and fetch:
         try:
             return info.load(request)
         except MissingSetError as error:
             failed, fetch, reason = "could not be fetched; is there a network?", "", str(error)
+    where = f"{fetch}name the folder it is in with --root or GRADFILTER_DATA"
+    instead = (
+        f"give its images as a folder, train/<class>/ and test/<class>/, with --data, or as {folder}; or take --data digits, "
+        "which needs no files"
+        if info.task == "classify"
+        else "or give a folder with train/images/, train/masks/, val/images/ and val/masks/ with --data"
+    )
     raise DataError(
-        f"the data set {name!r} {failed} ({reason}). Expected: {request.root / info.layout}. Choices: {fetch}name the folder "
-        f"it is in with --root or GRADFILTER_DATA; give its images as a folder, train/<class>/ and test/<class>/, with --data, "
-        f"or as {folder}; or take --data digits, which needs no files."
+        f"the data set {name!r} {failed} ({reason}). Expected: {request.root / info.layout}. Choices: {where}; {instead}."
     )
 
 
@@ -181,7 +198,7 @@ def _load_flowers(request: Request) -> Data:
     "ImageNet 2012: photos of 1000 kinds of things",
     classes=1000,
     counts={"train": 1281167, "val": 50000},
-    source=_BY_HAND,
+    source=f"image-net.org, {_BY_HAND}",
     layout="imagenet, with train/<wnid>/ and val/<wnid>/ or the archives",
 )
 def _load_imagenet(request: Request) -> Data:

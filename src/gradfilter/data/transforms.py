@@ -59,7 +59,7 @@ class Transform:
             image = _centre_crop(image, self.resolution)
         if self.mirror and torch.rand(()) < 0.5:
             image = _functional().horizontal_flip(image)
-        return _normalise(image, self.mean, self.std)
+        return normalise(image, self.mean, self.std)
 
 
 def make_transforms(
@@ -129,7 +129,7 @@ def _draw_shift(most: int) -> int:
     return int(torch.randint(-most, most + 1, ()))
 
 
-def _normalise(image: "Image", mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
+def normalise(image: "Image", mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
     """Make a contiguous float tensor of (pixel / 255 - mean) / std."""
     # In numpy, without threads: those of torch cost more than so small a task takes, and far more where cores are busy.
     pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).astype(np.float32)

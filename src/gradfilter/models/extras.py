@@ -6,7 +6,7 @@ from types import ModuleType
 from gradfilter.errors import MissingExtraError
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
-INSTALL = {"sklearn": "scikit-learn", "PIL": "pillow"}
+INSTALL = {"sklearn": "scikit-learn", "PIL": "pillow", "segmentation_models_pytorch": "segmentation-models-pytorch"}
 """Packages that are installed under another name than they are imported by."""
 
 

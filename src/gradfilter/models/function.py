@@ -24,8 +24,14 @@ def make_function_entry(name: str) -> Entry:
 
 
 def replace_last_linear_(model: nn.Module, classes: int, name: str) -> nn.Module:
-    """Replace the last Linear layer of a model by one with random weights, where its number of outputs is another."""
+    """Replace the last Linear layer of a model by one with random weights, where its number of outputs is another.
+
+    A model without such layers labels pixels; it has to have that many outputs by itself.
+    """
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linears and convs and convs[-1].out_channels == classes:
+        return model
     if not linears or not linears[-1][0]:
         raise GradFilterError(
             f"classes={classes} was given, but {name!r} returned a {type(model).__name__} without a Linear layer to replace. "

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from gradfilter.errors import ModelNameError
+from gradfilter.errors import MissingExtraError, ModelNameError
 from gradfilter.models.extras import import_extra
 from gradfilter.models.function import call_function, make_function_entry
 from gradfilter.models.registry import (
@@ -21,6 +21,7 @@ from gradfilter.models.registry import (
     find_registered,
     pair_plainly,
 )
+from gradfilter.models.segmenters import DEFAULT_ENCODER, find_decoder, make_segmenter_entry
 
 PACKAGES = ("torchvision", "timm")
 """Where a bare name is looked up after ours, in this order: a name that both have is torchvision's."""
@@ -38,8 +39,20 @@ def find_entry(name: str) -> Entry:
     registered = find_registered(name)
     if registered is not None:
         return registered
+    decoder, _, encoder = name.partition("/")
+    if kind := find_decoder(decoder):
+        encoder = encoder or DEFAULT_ENCODER
+        return make_segmenter_entry(name, kind, encoder, find_classifier(encoder))
     package, bare = find_package(name)
     return make_timm_entry(name, bare) if package == "timm" else make_torchvision_entry(name, bare)
+
+
+def find_classifier(encoder: str) -> Entry | None:
+    """Find the classifier that an encoder is the trunk of; None where no such name is known."""
+    try:
+        return find_entry(encoder.removeprefix("tu-").removeprefix("timm-"))
+    except (ModelNameError, MissingExtraError):
+        return None
 
 
 def make_listed(name: str, **options: Any) -> nn.Module:

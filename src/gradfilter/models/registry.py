@@ -1,11 +1,11 @@
 """The table of our own model names: what each expects of its input, how it is built, how its weight files name things."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradfilter.errors import ModelNameError
 
@@ -70,6 +70,7 @@ class Entry:
         download: Makes the model with its published weights, from the local cache or the network; None where nobody
             publishes them that way.
         on_meta: Whether `build` may run on the meta device, where only shapes are computed.
+        complete: Makes the tensors of the model of those that were found; None where these are all there is to it.
     """
 
     info: ModelInfo
@@ -78,6 +79,7 @@ class Entry:
     package: Package | None = None
     download: Callable[[], nn.Module] | None = None
     on_meta: bool = True
+    complete: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
     @property
     def is_carried(self) -> bool:

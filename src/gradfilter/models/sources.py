@@ -34,9 +34,11 @@ def find_weights(entry: Entry, weights: str | os.PathLike[str]) -> Weights:
     packaged = entry.package.find_file() if entry.package else None
     path = packaged if weights == "pretrained" else Path(weights)
     if path is None:
-        return Weights(f"What weights='pretrained' gives for {entry.info.name!r}", download_weights(entry))
-    _log.info("weights of %s: %s", entry.info.name, path)
-    return Weights(f"Weight file '{path}'", read_weights(path))
+        source, tensors = f"What weights='pretrained' gives for {entry.info.name!r}", download_weights(entry)
+    else:
+        _log.info("weights of %s: %s", entry.info.name, path)
+        source, tensors = f"Weight file '{path}'", read_weights(path)
+    return Weights(source, entry.complete(tensors) if entry.complete else tensors)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

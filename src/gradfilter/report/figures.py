@@ -37,7 +37,7 @@ def draw_accuracy(axes: "Axes", results: Results) -> None:
     train = [100 * epoch.train_accuracy for epoch in results.history]
     held_out = [100 * epoch.val_accuracy for epoch in results.history]
     _draw_curves(axes, results, train, held_out)
-    axes.set_title("Accuracy (%)")
+    axes.set_title("Accuracy (%)" if results.metric == "accuracy" else f"{results.metric} (%)")
 
 
 def draw_learning_rate(axes: "Axes", results: Results) -> None:

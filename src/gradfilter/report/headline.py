@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from gradfilter.report.results import Cost, Results
 from gradfilter.report.text import NOTHING, byte_size, duration, half_interval, how_many_fewer, percent, ratio
+from gradfilter.scores import find_mean_accuracy
 
 
 class Fact(NamedTuple):
@@ -21,6 +22,8 @@ def make_headline(results: Results) -> tuple[Fact, Fact, Fact]:
 
 
 def _accuracy(results: Results) -> Fact:
+    if results.metric == "mIoU":
+        return _mean_iou(results)
     best = results.best
     images = sum(map(sum, results.confusion))
     half = half_interval(best.val_accuracy, images)
@@ -29,6 +32,15 @@ def _accuracy(results: Results) -> Fact:
     if results.beside is not None:
         remark = f"{results.beside.name} {percent(results.beside.accuracy)}; {remark}"
     return Fact("accuracy", percent(best.val_accuracy), remark)
+
+
+def _mean_iou(results: Results) -> Fact:
+    best, confusion = results.best, results.confusion
+    remark = f"mAcc {percent(find_mean_accuracy(confusion))} on {results.val_images:,} held-out images"
+    remark += f", epoch {best.epoch} of {results.history[-1].epoch}"
+    if results.beside is not None:
+        remark = f"{results.beside.name} {percent(results.beside.accuracy)}; {remark}"
+    return Fact("mIoU", percent(best.val_accuracy), remark)
 
 
 def _saved_bytes(cost: Cost | None) -> Fact:

@@ -24,9 +24,9 @@ class Epoch:
     Args:
         epoch: Number of the epoch, counted from 1.
         train_loss: Mean loss over the training images.
-        train_accuracy: Share of training images classified rightly, 0 to 1.
+        train_accuracy: Share of training images classified rightly, 0 to 1; for segmentation mIoU, mean over batches.
         val_loss: Mean loss over the held-out images.
-        val_accuracy: Share of held-out images classified rightly, 0 to 1.
+        val_accuracy: Share of held-out images classified rightly, 0 to 1; for segmentation mIoU.
         lr: Learning rate at the end of the epoch.
         images_per_second: Training images per second.
         seconds: Duration of the epoch, validation included.
@@ -134,13 +134,14 @@ class Results:
         plan: The plan as YAML.
         history: The epochs, in order.
         best_epoch: `Epoch.epoch` of the epoch whose weights were kept as best.
-        confusion: Held-out images by true class (row) and predicted class (column), at the best epoch.
+        confusion: Held-out images, or their pixels, by true class (row) and predicted class (column), at the best epoch.
         layers: The layers, from input to output.
         cost: Measured cost, None where it was not measured.
         skipped: One line for each file that was not read, with the reason.
         environment: Versions, machine, seeds.
         weights_file: File name of the best weights, in the folder of the report.
         beside: Another run to compare with, None where none was named.
+        held_out: How many images were held out; None in results of runs that classify, of which the counts tell it.
     """
 
     model: str
@@ -159,6 +160,7 @@ class Results:
     environment: dict[str, str]
     weights_file: str
     beside: Beside | None = None
+    held_out: int | None = None
 
     def __post_init__(self) -> None:
         classes = len(self.classes)
@@ -180,6 +182,16 @@ class Results:
     def best(self) -> Epoch:
         """The epoch whose weights were kept as best."""
         return next(epoch for epoch in self.history if epoch.epoch == self.best_epoch)
+
+    @property
+    def metric(self) -> str:
+        """What the score is called: "accuracy" of images, or "mIoU" where pixels have labels."""
+        return "mIoU" if self.settings.get("task") == "segment" else "accuracy"
+
+    @property
+    def val_images(self) -> int:
+        """How many images were held out."""
+        return sum(self.val_counts) if self.held_out is None else self.held_out
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results as JSON can hold them: NaN and infinity become the strings "nan", "inf" and "-inf"."""

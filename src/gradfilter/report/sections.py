@@ -22,11 +22,14 @@ _PAIRS = 12
 
 def show_curves(results: Results) -> str:
     """Show loss, accuracy and learning rate over the epochs."""
-    size = (3.7, 2.6)
+    size, word = (3.7, 2.6), {"accuracy": "Accuracy"}.get(results.metric, results.metric)
     curves = (
         _draw("loss", "Loss of each epoch, training and held out", size, lambda axes: figures.draw_loss(axes, results)),
         _draw(
-            "accuracy", "Accuracy of each epoch, training and held out", size, lambda axes: figures.draw_accuracy(axes, results)
+            "accuracy",
+            f"{word} of each epoch, training and held out",
+            size,
+            lambda axes: figures.draw_accuracy(axes, results),
         ),
         _draw("rate", "Learning rate of each epoch", size, lambda axes: figures.draw_learning_rate(axes, results)),
     )

@@ -10,13 +10,14 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gradfilter.data import ImageSet, Transform
+from gradfilter.data import ImageSet, MaskSet, MaskTransform, Transform
 from gradfilter.errors import DataError, GradFilterError
 from gradfilter.train.lock import leave_locks
 
@@ -47,7 +48,7 @@ def seeded(*numbers: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Rows(Dataset[tuple[int, Tensor]]):
+class Rows(Dataset[Any]):
     """The transformed images of a set: row `view * len(images) + i` is view `view` of image i."""
 
     images: ImageSet
@@ -62,7 +63,7 @@ class Rows(Dataset[tuple[int, Tensor]]):
         with seeded(self.seed, VIEW, view, index):
             return row, self.transform(image)
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[int, Tensor]] | GradFilterError:
+    def __getitems__(self, rows: list[int]) -> list[tuple[Any, ...]] | GradFilterError:
         """Give a batch, or the error that an image leads to: raised in a worker, it would have a traceback in its text."""
         try:
             return [self[row] for row in rows]
@@ -73,13 +74,26 @@ class Rows(Dataset[tuple[int, Tensor]]):
         return len(self.images)
 
 
+@dataclass(frozen=True)
+class MaskRows(Rows):
+    """The same of images with masks: each image comes with its labels."""
+
+    images: MaskSet  # pyright: ignore[reportIncompatibleVariableOverride]
+    transform: MaskTransform  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __getitem__(self, row: int) -> tuple[int, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        view, index = divmod(row, len(self.images))
+        generator = torch.Generator().manual_seed(mix(self.seed, VIEW, view, index)) if self.transform.is_random else None
+        return row, *self.transform(self.images.read(index), self.images.read_mask(index), generator)
+
+
 def shuffle(count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the images in an epoch."""
     return torch.from_numpy(np.random.default_rng([seed, ORDER, epoch]).permutation(count))
 
 
-def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give batches of rows as pairs: the rows, and their images [N, 3, H, W], channels last."""
+def load(rows: Rows, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, ...]]:
+    """Give batches of rows: the rows, their images [N, 3, H, W], channels last, and, of images with masks, labels [N, H, W]."""
     loader = DataLoader(
         rows,
         batch_sampler=[batch.tolist() for batch in batches],
@@ -115,9 +129,10 @@ def start_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
-def collate(items: list[tuple[int, Tensor]] | GradFilterError) -> tuple[Tensor, Tensor] | GradFilterError:
-    """Return the rows and the images of a batch; an error as it is."""
+def collate(items: list[tuple[Any, ...]] | GradFilterError) -> tuple[Tensor, ...] | GradFilterError:
+    """Return the rows, the images and, where there are masks, the labels of a batch; an error as it is."""
     if isinstance(items, GradFilterError):
         return items
-    images = torch.stack([image for _, image in items]).contiguous(memory_format=torch.channels_last)
-    return torch.tensor([row for row, _ in items]), images
+    rows, images, *masks = zip(*items, strict=True)
+    batch = torch.stack(images).contiguous(memory_format=torch.channels_last)
+    return torch.tensor(rows), batch, *(torch.stack(labels) for labels in masks)

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from gradfilter.data import Data, load_data
+from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import PlanError, SettingsError
 from gradfilter.files import replace_file
@@ -25,6 +24,7 @@ from gradfilter.train import run
 from gradfilter.train.cache import Cache
 from gradfilter.train.job import choose_images, fill_in, make_trained_model, prepare
 from gradfilter.train.settings import Settings
+from gradfilter.train.task import find_task
 from gradfilter.train.variants import CACHE, Variant, find_usual, make_variants
 from gradfilter.train.watch import Watch
 
@@ -114,6 +114,11 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
         InterruptedRunError: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
         GradFilterError: Anything else that a user can mend, as the text says.
     """
+    if settings.task != "classify":  # its intervals are those of a share of images
+        raise SettingsError(
+            f"a comparison tells the accuracy of classifiers and how sure that is, but --task is {settings.task}. Train each "
+            "plan with 'gradfilter train', with --beside the folder of an earlier run."
+        )
     watch, comparison = watch or Watch(), Comparison.make(settings, tries, seeds)
     check_folder(comparison)
     runs: dict[str, list[Results | None]] = {variant.name: [] for variant in comparison.variants}
@@ -172,9 +177,7 @@ def load_for_seeds(comparison: Comparison) -> Iterator[tuple[int, Data]]:
     data: Data | None = None
     for seed in comparison.seeds:
         if data is None or data.made:
-            names = ("data", "root", "val_share", "strict", "download")
-            choices: dict[str, Any] = {name: getattr(comparison.settings, name) for name in names}
-            data = load_data(**choices, seed=seed)
+            data = find_task(comparison.settings.task).load(dataclasses.replace(comparison.settings, seed=seed))
         yield seed, data
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.apply import find_applied, keep_state, load_keep_state_
-from gradfilter.data import ImageSet, Transform
+from gradfilter.data import ImageSet, MaskSet, MaskTransform, Transform
 from gradfilter.errors import SettingsError
 from gradfilter.outputs import find_logits
-from gradfilter.train.batches import Rows, load, seeded, shuffle
+from gradfilter.train.batches import load, seeded, shuffle
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
 from gradfilter.train.record import Record, TrunkError
+from gradfilter.train.task import CLASSIFY, Task
 from gradfilter.train.trunk import Trunk
 from gradfilter.train.watch import Watch, follow
 
@@ -38,10 +39,11 @@ class Feed:
         cache: The cuts of all images and views, where they are kept.
         trunk: Runs the model on them.
         records: Of its forward, by number of images: a whole batch, and the last one of an epoch.
+        task: What is learnt of the images.
     """
 
-    images: ImageSet
-    transform: Transform
+    images: ImageSet | MaskSet
+    transform: Transform | MaskTransform
     model: nn.Module
     device: torch.device
     batch: int
@@ -52,21 +54,31 @@ class Feed:
     cache: Cache | None = None
     trunk: Trunk | None = None
     records: dict[int, Record] = field(default_factory=dict)
+    task: Task = CLASSIFY
 
     def __post_init__(self) -> None:
-        """Keep the labels as a tensor."""
-        self.labels = torch.tensor(self.images.labels)
-        self.rows = Rows(self.images, self.transform, self.seed)
+        """Keep the labels as a tensor; those of pixels are loaded with their images."""
+        self.labels = torch.tensor(self.images.labels) if isinstance(self.images, ImageSet) else torch.empty(0)
+        self.rows = self.task.make_rows(self.images, self.transform, self.seed)
 
     def make_input(self, count: int) -> Tensor:
         """Return the first images of the set, as the model gets them."""
-        _, images = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
-        return images.to(self.device)
+        return self.make_batch(count)[0]
+
+    def make_batch(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the first images of the set, as the model gets them, and their labels."""
+        rows, images, *loaded = next(load(self.rows, [torch.arange(min(count, len(self.images)))], 0))
+        return images.to(self.device), self.find_labels(rows, loaded)
 
     def first(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Give the first batches of the first epoch: images and labels."""
-        for rows, images in load(self.rows, shuffle(len(self.images), self.seed, 0).split(self.batch)[:count], self.workers):
-            yield images.to(self.device), self.labels[rows % len(self.images)].to(self.device)
+        batches = shuffle(len(self.images), self.seed, 0).split(self.batch)[:count]
+        for rows, images, *loaded in load(self.rows, batches, self.workers):
+            yield images.to(self.device), self.find_labels(rows, loaded)
+
+    def find_labels(self, rows: Tensor, loaded: Sequence[Tensor]) -> Tensor:
+        """Return the labels of a batch: those that were loaded with it, or else the images'."""
+        return (loaded[0] if loaded else self.labels[rows % len(self.images)]).to(self.device)
 
     def keep(self, place: Place, folder: Path, watch: Watch, shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
@@ -87,7 +99,7 @@ class Feed:
             key = make_key(trunk, self.records[len(first)], *about)
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
             loaded = follow(load(self.rows, batches, self.workers), "trunk cache", views * count, watch)
-            images = ((rows, x.to(self.device)) for rows, x in loaded)
+            images = ((rows, x.to(self.device)) for rows, x, *_ in loaded)
             self.cache = build_cache(
                 trunk,
                 images,
@@ -117,13 +129,12 @@ class Feed:
         view = epoch if self.views is None else epoch % self.views
         offset = view * len(self.images) if self.transform.is_random else 0
         batches = (order + offset).split(self.batch)[start:]
-        for rows, forward in self.run_cut(batches) if self.cache is not None else self.run_images(batches):
-            yield self.labels[rows % len(self.images)].to(self.device), forward
+        yield from self.run_cut(batches) if self.cache is not None else self.run_images(batches)
 
     def run_images(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches that run through the whole model."""
-        for rows, images in load(self.rows, batches, self.workers):
-            yield rows, lambda images=images: find_logits(self.model(images.to(self.device)))
+        for rows, images, *loaded in load(self.rows, batches, self.workers):
+            yield self.find_labels(rows, loaded), lambda images=images: find_logits(self.model(images.to(self.device)))
 
     def run_cut(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches that run from the cut."""
@@ -131,7 +142,7 @@ class Feed:
         for rows in batches:
             record = self.records[len(rows)]
             cut = [x.to(self.device) for x in self.cache.read(rows)]
-            yield rows, lambda cut=cut, record=record: self.forward_cut(cut, record)
+            yield self.find_labels(rows, ()), lambda cut=cut, record=record: self.forward_cut(cut, record)
 
     def forward_cut(self, cut: list[Tensor], record: Record) -> Tensor:
         """Run the model from the cut."""

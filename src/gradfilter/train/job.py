@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from gradfilter.apply import apply_, find_applied, freeze_
-from gradfilter.data import Data, ImageSet, load_data, make_transforms
+from gradfilter.data import Data, ImageSet, MaskSet
 from gradfilter.errors import SettingsError
 from gradfilter.fidelity import Loss
 from gradfilter.files import remove_drafts
 from gradfilter.keep import FULL
-from gradfilter.models import find_info, make_model
+from gradfilter.models import find_info, join_encoder, make_model
 from gradfilter.models.extras import import_extra
-from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan, find_layers
 from gradfilter.planner import Chosen, choose_plan
 from gradfilter.report.results import Layer
@@ -33,6 +31,7 @@ from gradfilter.train.checkpoint import check_folder
 from gradfilter.train.feed import Feed, untouched
 from gradfilter.train.folder import LOGS, PLAN
 from gradfilter.train.settings import Settings
+from gradfilter.train.task import Task, find_task
 from gradfilter.train.watch import Watch
 
 SURVEYED = 2
@@ -71,6 +70,16 @@ class Job:
     watch: Watch
     saved_bytes: int = 0
 
+    @property
+    def task(self) -> Task:
+        """Return what is learnt."""
+        return find_task(self.settings.task)
+
+    @cached_property
+    def loss(self) -> Loss:
+        """Return the loss that is trained on."""
+        return make_loss(self.settings, self.data.train)
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Return what tells the images from others, by what they are for."""
@@ -90,6 +99,7 @@ class Job:
         """Return what it takes to use the weights: the model's name, its classes and its input."""
         settings, classes = self.settings, list(self.data.train.classes)
         return {
+            "task": settings.task,
             "model": settings.model,
             "classes": classes,
             "resolution": settings.resolution,
@@ -147,9 +157,11 @@ def fill_cache(job: Job, shared: dict[str, Cache] | None = None) -> None:
 
 def fill_in(settings: Settings) -> Settings:
     """Return the settings with what is not said taken from the model, and with absolute paths."""
-    info = find_info(settings.model)
+    info = find_info(settings.model, settings.encoder)
     return dataclasses.replace(
         settings.make_absolute(),
+        model=join_encoder(settings.model, settings.encoder),
+        encoder=None,
         resolution=settings.resolution or info.resolution,
         mean=settings.mean or info.mean,
         std=settings.std or info.std,
@@ -158,14 +170,8 @@ def fill_in(settings: Settings) -> Settings:
 
 def choose_images(settings: Settings, watch: Watch, data: Data | None) -> Data:
     """Load the data where they are not given; take the part, and as many of its images, as the settings say."""
-    data = data or load_data(
-        settings.data,
-        root=settings.root,
-        val_share=settings.val_share,
-        seed=settings.seed,
-        strict=settings.strict,
-        download=settings.download,
-    )
+    task = find_task(settings.task)
+    data = data or task.load(settings)
     train = data.train
     if settings.parts > 1 or settings.partition is not None:
         partition = find_partition(settings, train)
@@ -174,7 +180,7 @@ def choose_images(settings: Settings, watch: Watch, data: Data | None) -> Data:
             watch.tell(f"part {i} of {len(partition.parts)}: {len(partition.parts[i])} images, KL divergence {kl:.3f}{mine}")
         train = train.select(partition.parts[settings.part])
     if settings.limit is not None and settings.limit < len(train):
-        train = train.select(draw_evenly(train, settings.limit, settings.seed))
+        train = train.select(draw_evenly(task.find_labels(train), settings.limit, settings.seed))
     watch.tell(describe_balance("to train on", train))
     watch.tell(describe_balance("held out", data.val))
     for line in data.skipped[:10]:
@@ -202,19 +208,19 @@ def find_partition(settings: Settings, images: ImageSet) -> Any:
     return partition
 
 
-def draw_evenly(images: ImageSet, count: int, seed: int) -> list[int]:
-    """Return the indices of so many images, in equal numbers from all classes as far as they have them."""
+def draw_evenly(given: Sequence[int], count: int, seed: int) -> list[int]:
+    """Return the indices of so many images, in equal numbers from all labels as far as they have them."""
     generator = np.random.default_rng([seed, LIMIT])
-    order = generator.permutation(len(images))
-    labels = np.asarray(images.labels)[order]
-    rank = np.zeros(len(images), dtype=np.int64)
+    order = generator.permutation(len(given))
+    labels = np.asarray(given)[order]
+    rank = np.zeros(len(given), dtype=np.int64)
     for label in np.unique(labels):
         rank[labels == label] = np.arange((labels == label).sum())
     return sorted(order[np.lexsort((order, rank))[:count]].tolist())
 
 
-def describe_balance(what: str, images: ImageSet) -> str:
-    """Return one line on how many images each class has."""
+def describe_balance(what: str, images: ImageSet | MaskSet) -> str:
+    """Return one line on how many images each class has, or is seen in."""
     counts = images.counts()
     least, most = int(np.argmin(counts)), int(np.argmax(counts))
     line = f"{len(images)} images {what}, {len(images.classes)} classes"
@@ -223,12 +229,12 @@ def describe_balance(what: str, images: ImageSet) -> str:
     return f"{line}: from {counts[least]} ({images.classes[least]}) to {counts[most]} ({images.classes[most]}) each"
 
 
-def make_trained_model(settings: Settings, plan: Plan, images: ImageSet) -> nn.Module:
+def make_trained_model(settings: Settings, plan: Plan, images: ImageSet | MaskSet) -> nn.Module:
     """Return the model with its weights, for the classes of the images, under the plan."""
     return (freeze_ if settings.exact else apply_)(make_new_model(settings, images), plan)
 
 
-def make_new_model(settings: Settings, images: ImageSet) -> nn.Module:
+def make_new_model(settings: Settings, images: ImageSet | MaskSet) -> nn.Module:
     """Return the model with its weights, for the classes of the images, without a plan."""
     generator = torch.Generator().manual_seed(mix(settings.seed, WEIGHTS))
     weights = None if settings.weights == "random" else settings.weights
@@ -258,16 +264,14 @@ def choose_plan_for(
     feed, _ = make_feeds(settings, data, model, fabric.device)
     options = {name: value for name in ("batch_norm", "trunk") if (value := getattr(settings, name))}
     with fabric.autocast():
-        return choose_plan(model, list(feed.first(SURVEYED)), make_loss(settings), budgets, settings.batch, **options)
+        return choose_plan(
+            model, list(feed.first(SURVEYED)), make_loss(settings, data.train), budgets, settings.batch, **options
+        )
 
 
-def make_loss(settings: Settings) -> Loss:
+def make_loss(settings: Settings, images: ImageSet | MaskSet) -> Loss:
     """Return the loss that is trained on, from a model's outputs and labels."""
-
-    def loss(outputs: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(find_logits(outputs), labels, label_smoothing=settings.label_smoothing)
-
-    return loss
+    return find_task(settings.task).make_loss(settings, images)
 
 
 def make_fabric(settings: Settings, folder: Path) -> Any:
@@ -288,11 +292,12 @@ def make_feeds(settings: Settings, data: Data, model: nn.Module, device: torch.d
     assert settings.resolution is not None
     assert settings.mean is not None
     assert settings.std is not None
-    augmented, plain = make_transforms(
+    task = find_task(settings.task)
+    augmented, plain = task.make_transforms(
         settings.resolution, settings.mean, settings.std, settings.augment, flips=data.train.flips
     )
     common: dict[str, Any] = {"model": model, "device": device, "batch": settings.batch, "seed": settings.seed}
-    common |= {"workers": settings.workers}
+    common |= {"workers": settings.workers, "task": task}
     return (
         Feed(data.train, augmented, views=settings.views, training=True, **common),
         Feed(data.val, plain, views=None, training=False, **common),

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfilter.apply import freeze_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.environment import find_free_memory
+from gradfilter.fidelity import Loss
 from gradfilter.measure import MOST_SHARE, find_time, median, take_turns
-from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost
 from gradfilter.train.feed import untouched
 
 
-def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -> Cost:
+def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor, loss: Loss) -> Cost:
     """Measure saved bytes and the time of a step of the model as it is, and of exact backprop of what the plan trains.
 
     Both take turns in one process, and the ratio is the median over rounds. Where an exact step might not fit into memory, its
@@ -29,10 +28,10 @@ def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -
     with untouched(exact), untouched(twin):
         saved, exact_saved = measure_saved_bytes(twin, images), predict_saved_bytes(exact, images)
         fits = exact_saved < MOST_SHARE * find_free_memory()
-        runs = {"step": lambda: time_step(twin, images, labels), "inference": lambda: time_inference(twin, images)}
+        runs = {"step": lambda: time_step(twin, images, labels, loss), "inference": lambda: time_inference(twin, images)}
         if fits:
             exact_saved = measure_saved_bytes(exact, images)
-            runs["exact"] = lambda: time_step(exact, images, labels)
+            runs["exact"] = lambda: time_step(exact, images, labels, loss)
         times = take_turns(runs)
     ratio = [a / b for a, b in zip(times["step"], times.get("exact", []), strict=False)]
     return Cost(
@@ -47,10 +46,10 @@ def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor) -
     )
 
 
-def time_step(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+def time_step(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> float:
     """Return the seconds of forward, loss and backward."""
     start = find_time(images)
-    F.cross_entropy(find_logits(model.train()(images)), labels).backward()
+    loss(model.train()(images), labels).backward()
     seconds = find_time(images) - start
     model.zero_grad()
     return seconds

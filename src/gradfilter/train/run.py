@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 import yaml
 
 from gradfilter.cost import count_saved
@@ -51,6 +50,7 @@ from gradfilter.train.judge import Judged, find_samples, judge
 from gradfilter.train.lock import Lock
 from gradfilter.train.measure import measure_cost
 from gradfilter.train.settings import Settings
+from gradfilter.train.task import find_task
 from gradfilter.train.watch import Step, Watch, write_csv
 
 
@@ -66,7 +66,7 @@ class State:
         epoch: The epoch at work, from 0.
         batch: Batches of it that are done.
         loss: Their summed loss, and
-        right: the images among them that were classified rightly.
+        right: how many of their images' worth were right, as the task counts it.
         images: How many these were.
         seconds: Time spent in this epoch.
         history: The epochs that are done.
@@ -76,7 +76,7 @@ class State:
     epoch: int = 0
     batch: int = 0
     loss: float = 0.0
-    right: int = 0
+    right: float = 0
     images: int = 0
     seconds: float = 0.0
     history: list[Epoch] = field(default_factory=list)
@@ -101,7 +101,7 @@ class State:
 def train(
     settings: Settings, watch: Watch | None = None, data: Data | None = None, shared: dict[str, Cache] | None = None
 ) -> Results:
-    """Fine-tune a classifier as the settings say; return what came of it.
+    """Fine-tune a model as the settings say; return what came of it.
 
     Args:
         settings: What to train, on what, and how.
@@ -118,6 +118,7 @@ def train(
     """
     watch = watch or Watch()
     settings = fill_in(settings)
+    watch.metric = find_task(settings.task).metric
     with Lock(settings.folder) as lock, explain_workers():
         check_run(settings)
         beside = find_beside(settings)
@@ -146,12 +147,7 @@ def try_step(job: Job) -> None:
     job.model.train()
     with untouched(job.model), explain_failure(images, "See --resolution and --batch"), job.fabric.autocast():
         job.saved_bytes = count_saved(lambda: outputs.append(job.model(images)), there)
-        shape = list(find_logits(outputs.pop()).shape)
-    if shape != [len(images), len(job.data.train.classes)]:
-        raise SettingsError(
-            f"--model {job.settings.model} gives an output of shape {shape} for {len(images)} images of "
-            f"{len(job.data.train.classes)} classes. A classifier gives one score per image and class: take another model."
-        )
+        job.task.check_output(job.settings.model, find_logits(outputs.pop()), images, len(job.data.train.classes))
 
 
 def train_epoch(job: Job, state: State, stop: list[int]) -> None:
@@ -166,7 +162,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
             group["lr"] = find_rate(settings, step, job.batches)
         with seeded(settings.seed, STEP, step, device=job.fabric.device), job.fabric.autocast():
             output = forward()
-            loss = F.cross_entropy(output, labels, label_smoothing=settings.label_smoothing)
+            loss = job.loss(output, labels)
         job.fabric.backward(loss)
         if settings.clip:
             job.fabric.clip_gradients(job.model, job.optimizer, max_norm=settings.clip, error_if_nonfinite=False)
@@ -174,7 +170,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         job.optimizer.zero_grad()
         state.batch += 1
         state.loss += float(loss.detach()) * len(labels)
-        state.right += int((output.detach().argmax(1) == labels).sum())
+        state.right += job.task.count_right(output.detach(), labels)
         state.images += len(labels)
         state.seconds = time.perf_counter() - begin
         check_numbers(job, state, state.loss)
@@ -240,6 +236,7 @@ def finish(job: Job, state: State, best: Judged | None, beside: Beside | None) -
         environment=find_environment(),
         weights_file=BEST,
         beside=beside,
+        held_out=len(job.data.val),
     )
     with writing(job.folder):
         replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
@@ -251,10 +248,10 @@ def find_cost(job: Job) -> Cost | None:
     """Measure memory and time beside exact backprop; a measurement that fails does not fail the run."""
     if not job.settings.measure or job.settings.exact:
         return None
-    images = job.train.make_input(job.settings.batch)
+    images, labels = job.train.make_batch(job.settings.batch)
     try:
         with job.fabric.autocast():
-            return measure_cost(job.model, job.plan, images, job.train.labels[: len(images)].to(images.device))
+            return measure_cost(job.model, job.plan, images, labels, job.loss)
     except (RuntimeError, MemoryError) as error:
         job.watch.tell(f"memory and time could not be measured: {error}")
         return None
@@ -276,13 +273,15 @@ def find_beside(settings: Settings) -> Beside | None:
 
 
 def find_rate(settings: Settings, step: int, batches: int) -> float:
-    """Return the learning rate of a step: a linear rise, then half a cosine down to nothing, or no change."""
+    """Return the learning rate of a step: a linear rise, then half a cosine or a power down to nothing, or no change."""
     warm = settings.warmup * batches
     if step < warm:
         return settings.lr * (step + 1) / warm
     if settings.schedule == "constant":
         return settings.lr
     done = (step - warm) / max(1.0, settings.epochs * batches - warm)
+    if settings.schedule == "poly":
+        return settings.lr * (1 - done) ** 0.9
     return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gradfilter.data.sets import find_sets
+from gradfilter.data.sets import Task, find_sets
 from gradfilter.data.transforms import Augment
 from gradfilter.errors import BudgetError, PlanError, SettingsError
 from gradfilter.keep import parse_keep
@@ -20,7 +20,8 @@ from gradfilter.train.cache import Place
 from gradfilter.units import parse_amount
 
 Optimizer = Literal["sgd", "adam", "adamw"]
-Schedule = Literal["cosine", "constant"]
+Schedule = Literal["cosine", "poly", "constant"]
+ClassWeights = Literal["none", "balanced"]
 Kernel = Literal["lift", "lumped"]
 TrunkType = Literal["float32", "bfloat16"]
 BatchNorm = Literal["eval", "train", "frozen"]
@@ -39,7 +40,9 @@ class Settings:
     """Say what to train, on what, and how.
 
     Attributes:
-        data: A folder of images, a folder per class, or the name of a known data set.
+        task: What to learn: a label for each image, or for each pixel.
+        data: A folder of images, a folder per class, or for --task segment one with images and masks; or the name of a known
+            data set.
         root: Where named data sets lie.
         download: Fetch a named data set that is not there.
         strict: Stop at images that cannot be read, instead of skipping them.
@@ -50,13 +53,14 @@ class Settings:
         part: Which part to train on, from 0.
         partition: A file to keep the partition in: made where it is missing, read where it is there.
         model: A name that "gradfilter models" lists, or one of timm or torchvision, or module:function.
+        encoder: What is in front of the decoder of a model for --task segment; resnet18 where not given.
         weights: "pretrained", "random", or a weight file (safetensors, or .pth).
         resolution: Side of the images in pixels; the model's own where not given.
         mean: Subtracted per channel; the model's own where not given.
         std: Divided by per channel; the model's own where not given.
         augment: What is done to training images: nothing, mirrored at random, or random crops too.
         views: See each image in so many augmented views, in turn, instead of a new one each epoch.
-        plan: Which layers to train: "all", "head", "last4", or a plan in a YAML file.
+        plan: Which layers to train: "all", "head", "decoder", "last4", or a plan in a YAML file.
         patch: Side of a patch in pixels of each layer's map; overrides the plan's.
         grid: Patches per side at every resolution (4 where nothing is said); overrides the plan's.
         kernel: The coarse kernel, "lift" where nothing is said; overrides the plan's.
@@ -73,10 +77,11 @@ class Settings:
         lr: Learning rate, at its highest.
         momentum: Momentum of SGD.
         weight_decay: Weight decay.
-        schedule: Let the learning rate fall along a cosine, or stay.
+        schedule: Let the learning rate fall along a cosine, or as a power of what is left (0.9), or stay.
         warmup: Epochs in which the learning rate rises from nothing.
         clip: Largest norm of the gradient, all parameters together; 0 for no limit.
         label_smoothing: Share of the target spread over all classes.
+        class_weights: Let classes of fewer pixels count for more in the loss of --task segment.
         seed: Of everything that is drawn: split, order, augmentation, new weights, dropout.
         cache: Keep what the frozen layers make of each image.
         cache_folder: Where a cache on disk is kept, to share it between runs; in the folder of the run where not given.
@@ -95,6 +100,7 @@ class Settings:
         preset: Start from a named recipe; what is given besides overrides it.
     """
 
+    task: Task = "classify"
     data: str = "digits"
     root: str | None = None
     download: bool = False
@@ -106,6 +112,7 @@ class Settings:
     part: int = 0
     partition: str | None = None
     model: str = "efficientnet-lite0"
+    encoder: str | None = None
     weights: str = "pretrained"
     resolution: int | None = None
     mean: Triple | None = None
@@ -131,6 +138,7 @@ class Settings:
     warmup: float = 0.0
     clip: float = 2.0
     label_smoothing: float = 0.0
+    class_weights: ClassWeights = "none"
     seed: int = 0
     cache: Place = "off"
     cache_folder: str | None = None
@@ -155,7 +163,7 @@ class Settings:
             wrong.append(f"--patch {self.patch} and --grid {self.grid} both set the resolution of the gradient: give one")
         if self.exact and self.trunk == "bfloat16":
             wrong.append("--trunk bfloat16 is for a filtered backward, but --exact leaves everything to torch: give one")
-        wrong += [*self.find_keep_clashes(), *self.find_memory_clashes()]
+        wrong += [*self.find_keep_clashes(), *self.find_memory_clashes(), *self.find_task_clashes()]
         if self.part >= self.parts and self.partition is None:
             wrong.append(f"--part {self.part} is none of the {self.parts} parts, which count from 0")
         if self.shards is not None and self.parts == 1:
@@ -215,6 +223,13 @@ class Settings:
         clash = f"--keep {self.keep} says how inputs are held, but --exact leaves that to torch's own backward: give one"
         return [clash] if self.exact else []
 
+    def find_task_clashes(self) -> list[str]:
+        """List what is for another task than is given."""
+        if self.task == "classify":
+            return [f"--class_weights {self.class_weights} is for --task segment"] if self.class_weights != "none" else []
+        only = {"--parts": self.parts > 1, "--partition": self.partition is not None, "--cache": self.cache != "off"}
+        return [f"{flag} is for --task classify: leave it out" for flag, given in only.items() if given]
+
     def find_memory_clashes(self) -> list[str]:
         """List what cannot stand beside a budget of memory, which chooses the plan itself."""
         if self.memory is None:
@@ -235,6 +250,7 @@ class Settings:
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
+        choices |= {"task": Task, "class_weights": ClassWeights}
         optional = {"kernel": Kernel, "batch_norm": BatchNorm, "trunk": TrunkType}
         choices |= {name: kind for name, kind in optional.items() if getattr(self, name) is not None}
         return [
@@ -249,7 +265,8 @@ class Settings:
         if self.out is not None:
             return Path(self.out).expanduser()
         plan = Path(self.plan).stem.replace(" ", "") if self.memory is None else self.memory.replace(" ", "")
-        words = [Path(self.data).name or "data", self.model.replace("/", "-").replace(":", "-"), plan, self.describe_backward()]
+        model = "-".join(word.replace("/", "-").replace(":", "-") for word in (self.model, self.encoder) if word)
+        words = [Path(self.data).name or "data", model, plan, self.describe_backward()]
         return Path("runs") / "-".join(word for word in words if word)
 
     def describe_backward(self) -> str:
@@ -308,7 +325,7 @@ def find_absolute(values: Mapping[str, Any]) -> dict[str, str]:
 
     What names no path, such as a known data set or "pretrained", is left out; so is what is not there, for errors to name.
     """
-    words = {"data": (*find_sets(), ""), "weights": ("pretrained", "random", "")}
+    words = {"data": (*find_sets(values.get("task", "classify")), ""), "weights": ("pretrained", "random", "")}
     given = {name: values.get(name) for name in ("root", "partition", "cache_folder", "beside", "out", "plan", *words)}
     paths = {name: os.path.abspath(os.path.expanduser(text)) for name, text in given.items() if text is not None}
     if not is_plan_file(values.get("plan", "")):

@@ -53,6 +53,11 @@ class Classifier:
         path = Path(run)
         file = path / BEST if path.is_dir() else path
         weights, _, about = load_checkpoint(file)
+        if about.get("task", "classify") != "classify":
+            raise CheckpointError(
+                f"'{file}' is of a run with --task {about['task']}, and no classifier. Its weights load with make_model("
+                f"{about['model']!r}, weights='{file}')."
+            )
         model = make_model(about["model"], classes=len(about["classes"]))
         try:
             model.load_state_dict(weights)

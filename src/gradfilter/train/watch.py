@@ -27,7 +27,7 @@ class Step:
         batch: Batches of this epoch that are done.
         batches: How many there are.
         loss: Mean over the epoch so far.
-        accuracy: Share of training images classified rightly, over the epoch so far.
+        accuracy: The task's score on training images, over the epoch so far.
         images_per_second: Over the epoch so far.
         saved_bytes: What autograd holds for a batch, measured when the run began.
         seconds_left: Of the whole run, estimated.
@@ -62,7 +62,13 @@ class Work:
 
 
 class Watch:
-    """Is told what happens in a run. This one ignores it; the command line shows it."""
+    """Is told what happens in a run. This one ignores it; the command line shows it.
+
+    Attributes:
+        metric: What the score of a run is called.
+    """
+
+    metric = "accuracy"
 
     def tell(self, text: str) -> None:
         """Take a line of text."""
