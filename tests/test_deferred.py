@@ -70,6 +70,28 @@ def test_sums_wait_on_either_side(add):
     assert model.seen[0].residual is not None
 
 
+KEEPS = {
+    "nobody": "return F.relu_(net.wide_norm(net.wide(x)))",
+    "a_list": "y = net.wide(x); net.seen.append(y); return F.relu_(net.wide_norm(y))",
+    "a_variable": "y = net.wide(x); return F.relu_(net.wide_norm(y))",
+    "a_norm": "n = net.wide_norm(net.wide(x)); return F.relu(n)",
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPS)
+def test_takes_the_place_of_what_nobody_sees(keeper, monkeypatch):
+    places, run = [], native.norm_act
+
+    def norm_act(x, scale, shift, act, patch, residual=None, out=None, want_slope=True):
+        places.append(out is x)
+        return run(x, scale, shift, act, patch, residual, out, want_slope)
+
+    model = gf.apply_(make_parts(make_use(KEEPS[keeper])), make_plan())
+    monkeypatch.setattr(native, "norm_act", norm_act)
+    model(draw_images(2, 3, 9, 10))
+    assert any(places) == (keeper == "nobody")
+
+
 @pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
 def test_bfloat16(name):
     model = make_parts(make_use(USES[name]))

@@ -172,7 +172,7 @@ def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
     with plain_torch(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
-        settle(x, x.recipe.run(IDENTITY, x.patch))
+        settle(x, x.recipe.run(IDENTITY, x.patch, last=True))
 
 
 def settle(x: Handle, fused: Fused) -> None:
@@ -194,7 +194,7 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
         if not native.can_run(x.value):
             return None
         return native.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
-    fused = x.recipe.run(act, x.patch)
+    fused = x.recipe.run(act, x.patch, last=inplace)
     if inplace:
         settle(x, fused)
     return fused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sys import getrefcount
 from typing import NamedTuple
 
 import torch
@@ -78,16 +79,41 @@ class Recipe(NamedTuple):
         """Return the recipe of the sum with a residual, which is the value of `source`."""
         return self._replace(residual=residual, sources=(*self.sources, (source, source._version)))
 
-    def run(self, act: Act = IDENTITY, patch: Pair = (1, 1)) -> Fused:
-        """Compute an activation of the map, or the map itself, and what the pass tells beside it."""
+    def check_sources(self) -> None:
+        """Refuse to read sources that are not what they were."""
         for source, version in self.sources:
             if source._version != version:
                 raise InputError(
                     f"a tensor of shape {list(source.shape)} was changed in place between a layer that reads it and the "
                     "function behind that layer, by code that by-passes torch's functions. Use the out-of-place function."
                 )
+
+    def is_unseen(self) -> bool:
+        """Tell whether nobody but this recipe can still see the value that it starts from.
+
+        That is held by this tuple and by its source, the source by the tuple of sources; the third reference that Python
+        counts here is the question itself. Tensors in torch's own hands, and others on the same storage, torch counts.
+        """
+        source = self.sources[0][0]
+        return (
+            getrefcount(source) <= 3
+            and getrefcount(self.x) <= 3
+            and source._use_count() == self.x._use_count() == 1  # type: ignore[attr-defined]
+            and torch._C._storage_Use_Count(self.x.untyped_storage()._cdata) <= 3
+        )
+
+    def run(self, act: Act = IDENTITY, patch: Pair = (1, 1), *, last: bool = False) -> Fused:
+        """Compute an activation of the map, or the map itself, and what the pass tells beside it.
+
+        Args:
+            act: The activation.
+            patch: The patch.
+            last: Whether it will not run again: then the result may take the place of what it starts from.
+        """
+        self.check_sources()
         if self.conv is None:
-            return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual)
+            out = self.x if last and self.is_unseen() else None
+            return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual, out)
         return self.conv.run(self.x, self.scale, self.shift, act, patch, self.residual)
 
 
