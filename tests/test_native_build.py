@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ARM = "aarch64-linux-gnu-gcc"
+QUICK = "-DCMAKE_BUILD_TYPE=Debug"  # optimising takes most of the time, and is not what these tests are about
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on this machine")
 
 
@@ -51,4 +53,13 @@ def test_switched_off(tmp_path):
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler on this machine")
 def test_a_compiler(tmp_path):
-    assert build(tmp_path)[0] == ["libgradfilter.so"]
+    assert build(tmp_path, QUICK)[0] == ["libgradfilter.so"]
+
+
+@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"no {ARM} on this machine")
+def test_another_processor(tmp_path):
+    """A Raspberry Pi's: compiled here, and not run."""
+    options = "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_C_COMPILER={ARM}"
+    files, said = build(tmp_path, QUICK, *options)
+    assert files == ["libgradfilter.so"]
+    assert "warning" not in said
