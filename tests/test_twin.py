@@ -15,6 +15,7 @@ from cases import draw
 from gradfilter import native, patches
 from gradfilter.patches import Axis
 from gradfilter.rules import pooling, twin
+from gradfilter.rules.geometry import make_geometry
 
 quick = settings(deadline=None, max_examples=100)
 axes = st.builds(
@@ -40,7 +41,7 @@ def make_map(channels, cells, layout, seed):
 @given(axes, axes, layouts, layouts, st.booleans())
 def test_one_product_per_tap_gives_what_tap_matrices_on_unfolded_maps_give(rows, columns, layout, other, need_gx):
     assume(rows.transposed == columns.transposed)
-    geometry = twin.make_geometry(rows, columns, 1, False)
+    geometry = make_geometry(rows, columns, 1, False)
     g, kept = make_map(3, geometry.out_cells, layout, 1), make_map(2, geometry.in_cells, other, 2)
     w = draw(3, 2, rows.kernel, columns.kernel, seed=3).contiguous(memory_format=other)
     want = twin.separable_gradients(g, kept, w, geometry, True)
@@ -54,7 +55,7 @@ def test_one_product_per_tap_gives_what_tap_matrices_on_unfolded_maps_give(rows,
 
 def test_products_write_the_weight_gradient_in_the_layout_of_a_channels_last_kernel():
     axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
-    geometry = twin.make_geometry(axis, axis, 1, False)
+    geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(8, (4, 4), torch.channels_last, seed) for seed in (1, 2))
     gx, gw = twin.conv_gradients(g, kept, draw(8, 8, 3, 3), geometry, need_gx=True)
     assert gx is not None
@@ -68,7 +69,7 @@ def test_products_write_the_weight_gradient_in_the_layout_of_a_channels_last_ker
 @given(axes, axes, layouts, layouts, st.sampled_from([16, 23, 64, 90, 150]), st.integers(1, 3), st.booleans())
 def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layout, other, channels, n, need_gx):
     assume(rows.transposed == columns.transposed)
-    geometry = twin.make_geometry(rows, columns, channels, False)
+    geometry = make_geometry(rows, columns, channels, False)
     sizes, formats = (geometry.out_cells, geometry.in_cells), (layout, other)
     maps = [draw(n, channels, *cells, seed=i) for i, cells in enumerate(sizes)]
     w = draw(channels, 1, rows.kernel, columns.kernel, seed=3)
@@ -89,7 +90,7 @@ def test_pairs_are_the_way_of_depthwise_kernels_in_single_precision(monkeypatch)
     calls = []
     monkeypatch.setattr(twin, "paired_gradients", lambda *arguments: calls.append(arguments) or (None, None))
     axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
-    geometry = twin.make_geometry(axis, axis, 16, False)
+    geometry = make_geometry(axis, axis, 16, False)
     g, kept = (make_map(16, (4, 4), torch.channels_last, seed) for seed in (1, 2))
     w = draw(16, 1, 3, 3)
     twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
@@ -102,7 +103,7 @@ def test_pairs_are_the_way_of_depthwise_kernels_in_single_precision(monkeypatch)
 @quick
 @given(axes, axes, st.booleans())
 def test_shifted_maps_give_the_gradient_of_a_lifted_kernel(rows, columns, need_gx):
-    geometry = twin.make_geometry(*(replace(a, stride=1, dilation=1, transposed=False) for a in (rows, columns)), 1, False)
+    geometry = make_geometry(*(replace(a, stride=1, dilation=1, transposed=False) for a in (rows, columns)), 1, False)
     lifts = geometry.lifts
     assume(lifts is not None)
     g, kept = (make_map(channels, cells, torch.channels_last, channels) for channels, cells in
@@ -119,7 +120,7 @@ def test_shifted_maps_give_the_gradient_of_a_lifted_kernel(rows, columns, need_g
 def test_only_large_maps_are_shifted():
     for size, large in ((32, True), (16, False)):
         axis = Axis(3, 1, 1, 1, size, size, 1, 1)
-        geometry = twin.make_geometry(axis, axis, 1, False)
+        geometry = make_geometry(axis, axis, 1, False)
         g, kept = (torch.zeros(1, 100, size, size).contiguous(memory_format=torch.channels_last) for _ in range(2))
         assert twin.prefers_shifts(g, kept, geometry, geometry.lifts) == large  # type: ignore[arg-type]
         assert not twin.prefers_shifts(g.bfloat16(), kept.bfloat16(), geometry, geometry.lifts)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def test_only_large_maps_are_shifted():
 
 def find_taps(like, size):
     axis = Axis(3, 1, 1, 1, size, size, 2, 2)
-    return twin.find_taps(twin.make_geometry(axis, axis, 1, False), like)[0]
+    return twin.find_taps(make_geometry(axis, axis, 1, False), like)[0]
 
 
 def test_constants_are_held():

@@ -17,7 +17,8 @@ from gradfilter.bench.setup import parse_backward
 from gradfilter.measure import take_turns
 from gradfilter.patches import Axis, Pair, count_cells, pool_mean, pool_sum
 from gradfilter.plan import Plan
-from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
+from gradfilter.rules.geometry import Geometry, make_geometry
+from gradfilter.rules.twin import conv_gradients
 
 KERNEL = 3
 METHODS = ("patch 2", "patch 4", "patch 7", "patch 2 lumped", "patch 4 lumped")

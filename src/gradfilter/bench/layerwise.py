@@ -15,7 +15,8 @@ from gradfilter.errors import GradFilterError
 from gradfilter.patches import Axis, Pair, Tiling, apply_axes, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.plan import Plan, resolve
 from gradfilter.rules.conv import as_pair, resolve_padding
-from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
+from gradfilter.rules.geometry import Geometry, make_geometry
+from gradfilter.rules.twin import conv_gradients
 
 
 class LumpedConv(Function):

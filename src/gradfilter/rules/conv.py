@@ -17,8 +17,9 @@ from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.recipe import Recipe, find_convolution, start
 from gradfilter.regions import Choices
+from gradfilter.rules.geometry import Geometry, make_geometry
 from gradfilter.rules.shape import Padded
-from gradfilter.rules.twin import Geometry, conv_gradients, make_geometry
+from gradfilter.rules.twin import conv_gradients
 from gradfilter.tensor import PatchTensor, defer, is_live, is_traced, keep_input, mean, pixels, rule, wrap
 
 

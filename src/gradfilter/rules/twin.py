@@ -17,10 +17,9 @@ from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
 from gradfilter.patches import Lift, Pair, apply_axes, is_nhwc, to_tensor
-from gradfilter.rules.geometry import Geometry, find_coefficients, find_joint_taps, find_taps, make_geometry
+from gradfilter.rules.geometry import Geometry, find_coefficients, find_joint_taps, find_taps
 from gradfilter.tensor import is_traced
 
-__all__ = ["Geometry", "conv_gradients", "make_geometry"]
 LARGE = 100_000
 """From so many numbers per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
 Gradients = tuple[Tensor | None, Tensor | None]
