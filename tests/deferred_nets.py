@@ -37,7 +37,7 @@ class Parts(nn.Module):
         self.stem, self.stem_norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
         self.conv, self.norm = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)
         self.deep, self.deep_norm = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16)
-        self.wide, self.wide_norm = nn.Conv2d(16, 16, 5, padding=2), nn.BatchNorm2d(16)
+        self.wide, self.wide_norm = nn.Conv2d(16, 16, 5, padding=2, groups=2), nn.BatchNorm2d(16)
         self.last, self.last_norm = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
         self.head = nn.Linear(16, 5)
         self.three, self.three_norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)

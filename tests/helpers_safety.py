@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfilter as gf
-from gradfilter.apply import find_applied
+from gradfilter.hooks import find_applied
 
 Gradients = Mapping[str, Tensor | None]
 CLASSES = 3

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfilter as gf
-from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.hooks import find_applied
 from helpers_safety import allow_exits, assert_close, find_unexpected, grads_of, randomise
 
 CHANNELS = 6

@@ -118,7 +118,7 @@ class TestEqualsTorch:
     @quick
     @given(
         n=batches,
-        c=st.integers(2, 4),
+        c=st.integers(2, 4) | st.integers(5, 20),
         d=channels,
         rows=axes(),
         columns=axes(),
@@ -128,7 +128,7 @@ class TestEqualsTorch:
         seed=st.integers(0, 99),
     )
     def test_dense(self, n, c, d, rows, columns, patch, act, has, seed):
-        assume(c * rows[1] * columns[1] <= 64)
+        assume(c * rows[1] * columns[1] <= 512)
         x = last(draw_eighths(n, c, rows[0], columns[0], seed=seed, most=16))
         w = draw_eighths(d, c, rows[1], columns[1], seed=seed + 9, most=8)
         bias, scale, shift, residual = draw_ends((n, d, rows[-1], columns[-1]), has, seed)
@@ -280,9 +280,9 @@ def test_runs_in_torch_what_the_library_cannot():
         ((64, 1, 3, 3), (1, 1), (1, 1), 32, None),
         ((32, 32, 3, 3), (1, 1), (1, 1), 1, "winograd"),
         ((32, 32, 3, 3), (1, 1), (0, 2), 1, "winograd"),
-        ((32, 32, 3, 3), (1, 1), (1, 3), 1, None),
-        ((32, 32, 3, 3), (2, 1), (1, 1), 1, None),
-        ((32, 32, 5, 3), (1, 1), (1, 1), 1, None),
+        ((32, 32, 3, 3), (1, 1), (1, 3), 1, "dense"),
+        ((32, 32, 3, 3), (2, 1), (1, 1), 1, "dense"),
+        ((32, 32, 5, 3), (1, 1), (1, 1), 1, "dense"),
     ],
 )
 def test_says_which_convolutions_it_runs(shape, stride, padding, groups, kernel):
@@ -295,7 +295,10 @@ def test_leaves_to_torch_what_torch_does_faster():
     assert native.prefers("depthwise", torch.zeros(32, 1, 3, 3), (2, 2), size)
     assert native.prefers("dense", torch.zeros(32, 96, 1, 1), (1, 1), size)
     assert not native.prefers("dense", torch.zeros(320, 960, 1, 1), (1, 1), size)
-    assert not native.prefers("dense", torch.zeros(32, 3, 3, 3), (2, 2), size)
+    assert native.prefers("dense", torch.zeros(64, 3, 7, 7), (2, 2), size)
+    assert native.prefers("dense", torch.zeros(128, 64, 3, 3), (2, 2), size)
+    assert not native.prefers("dense", torch.zeros(256, 128, 3, 3), (2, 2), size)
+    assert not native.prefers("dense", torch.zeros(256, 128, 1, 1), (2, 2), size)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch import nn
 
 import gradfilter as gf
 from cases import draw
-from gradfilter.apply import CHANGED, find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import ExitWarning
+from gradfilter.hooks import CHANGED, find_applied
 from random_networks import (
     EVERY,
     HEADS,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from cases import draw, seeded
-from gradfilter.apply import find_applied
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import ExitWarning, PlanError
+from gradfilter.hooks import find_applied
 from helpers_safety import applied, assert_close, gradients, plain, randomise
 
 WIDTH = 12

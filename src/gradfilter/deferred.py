@@ -125,9 +125,13 @@ def pixels(x: Tensor) -> Tensor:
 
 def can_defer(x: Handle) -> bool:
     """Tell whether the next function of x may wait: the library can read x, and nobody outside can change it."""
+    return not x.watch.closed and can_compute(x)
+
+
+def can_compute(x: Handle) -> bool:
+    """Tell whether the next function of x may run in the library."""
     return (
-        not x.watch.closed
-        and not _at_once
+        not _at_once
         and x.dim() == 4
         and (x.recipe is not None or native.can_run(x.value))
         and not torch.is_autocast_enabled("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Sized
 
 from torch import nn
 
-from gradfilter.apply import Applied, find_applied
+from gradfilter.hooks import Applied, find_applied
 from gradfilter.keep import FULL
 from gradfilter.plan import Backward
 from gradfilter.regions import Log

@@ -23,6 +23,7 @@ from gradfilter.deferred import (
     Handle,
     Watch,
     can_add,
+    can_compute,
     can_defer,
     make_placeholder,
     make_recipe,
@@ -172,11 +173,11 @@ def conv2d(
         where = stride, padding, dilation, groups
         same = weight.dtype is x.outer and (bias is None or bias.dtype is x.outer)
         return make_frozen(convolve_short(func, value, weight, bias, *where), outer=x.outer) if same else NotImplemented
-    if can_defer(x) and not isinstance(padding, str):
+    if can_compute(x) and not isinstance(padding, str):
         pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
         conv = find_convolution(value, weight, bias, *pairs, groups)
         if conv is not None:
-            return defer_frozen(start(value, x, conv), None)
+            return defer_frozen(start(value, x, conv), None) if can_defer(x) else make_frozen(conv.run(value).y)
     return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
 
 

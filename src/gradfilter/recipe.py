@@ -35,7 +35,13 @@ class Convolution(NamedTuple):
     size: Pair
 
     def run(
-        self, x: Tensor, scale: Tensor | None, shift: Tensor | None, act: Act, patch: Pair, residual: Tensor | None
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        act: Act = IDENTITY,
+        patch: Pair = (1, 1),
+        residual: Tensor | None = None,
     ) -> Fused:
         """Compute act(conv(x)·scale + shift + residual)."""
         where = self.stride, self.padding, self.dilation, self.size

@@ -22,9 +22,10 @@ _LEAST_CHANNELS = 16
 """`GF_LEAST_CHANNELS` of conv.h."""
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
-_MOST_GATHERED = 64
-"""Numbers under a pixel up to which gathering them costs less than the passes that it saves."""
 _MANY_INPUTS = 768
+"""Input channels from which on torch is faster at kernels of one pixel."""
+_MANY_IN_STRIPS = 65
+"""Input channels from which on it is at others, whose weights then no longer stay in the cache."""
 _UNPOOLED = (4, 8)
 """The unit of work where nothing is pooled."""
 
@@ -32,8 +33,7 @@ _UNPOOLED = (4, 8)
 def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
     """Return which of the library's kernels runs a convolution: "depthwise", "dense", "winograd", or `None`.
 
-    Dense kernels of more than one pixel are for few input channels, as a network's first layer has; for many, torch is
-    faster, but for kernels of 3x3 without a stride: those "winograd" computes with 2.25 times fewer products.
+    Kernels of 3x3 without a stride "winograd" computes with 2.25 times fewer products than "dense".
 
     Args:
         x: The input [N, C, H, W]: for the library, float32 in channels_last memory.
@@ -53,19 +53,17 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
         return "depthwise"
     if groups > 1:
         return None
-    trivial = w.shape[2:] == stride == (1, 1) and padding == (0, 0)
-    if trivial or w[0].numel() <= _MOST_GATHERED:
-        return "dense"
     square = w.shape[2:] == (3, 3) and stride == dilation == (1, 1) and max(padding) <= 2
-    return "winograd" if square and w.shape[1] >= _LEAST_CHANNELS else None
+    return "winograd" if square and w.shape[1] >= _LEAST_CHANNELS else "dense"
 
 
 def prefers(kernel: str, w: Tensor, stride: Pair, out_size: Pair) -> bool:
     """Tell whether a convolution is faster in the library than in torch with `norm_act` after it.
 
-    Measured on AVX2, 16 to 1024 channels, batches of 1 to 32. Dense: torch is ahead by a tenth where the numbers under a
-    pixel must be gathered and where there are many. Winograd: ahead of torch by 1.2 to 2 wherever it saves a third of the
-    products; it does not where maps have one row, or three by three pixels, for tiles hang over their ends.
+    Measured on AVX2, 16 to 1024 channels, batches of 1 to 32. Dense: ahead of torch by up to 1.3 (by 2 to 4 where torch's
+    map would be on fresh pages) unless there are many numbers under a pixel. Winograd: ahead of torch by 1.2 to 2 wherever
+    it saves a third of the products; it does not where maps have one row, or three by three pixels, for tiles hang over
+    their ends.
 
     Args:
         kernel: What `can_convolve` says.
@@ -76,7 +74,8 @@ def prefers(kernel: str, w: Tensor, stride: Pair, out_size: Pair) -> bool:
     if kernel == "winograd":
         tiles = math.prod(-(-n // 2) for n in out_size)
         return 2 * 9 * math.prod(out_size) >= 3 * 16 * tiles
-    return kernel == "depthwise" or (w.shape[2:] == stride == (1, 1) and w.shape[1] < _MANY_INPUTS)
+    alone = w.shape[2:] == stride == (1, 1)
+    return kernel == "depthwise" or w.shape[1] < (_MANY_INPUTS if alone else _MANY_IN_STRIPS)
 
 
 def convolve(

@@ -1,6 +1,8 @@
 /* Dense convolution: a product of matrices in tiles of registers, a few patch rows at a time.
  *
- * A kernel of one pixel multiplies x where it is; for others the numbers under each pixel of y are gathered first.
+ * A kernel of one pixel multiplies x where it is. For others the rows of x under a patch row of y are copied, with the
+ * zeros at their ends: in channels_last memory all that a row of taps reads of such a strip is one run of numbers, and
+ * the pixels of y read runs that overlap.
  */
 #include "conv.h"
 #include "finish.h"
@@ -10,12 +12,14 @@
 typedef struct {
     const gf_dense *task;
     float *weight, *shift; /* packed: [panel, input, vector, lane] and [vector, lane] */
-    int64_t depth;   /* numbers of x under a pixel of y */
-    int64_t gathers; /* whether these are not simply a pixel of x */
+    int64_t depth;  /* numbers of x under a pixel of y */
+    int64_t strips; /* rows of x that are copied for a patch row; 0 where a pixel of y is under one of x */
+    int64_t strip;  /* floats in each */
+    under at;
     int64_t vectors, panels;
     int64_t part;     /* panels that are multiplied with the same pixels before the next ones are */
     int64_t together; /* patch rows that are multiplied with the same panels */
-    size_t rows_at, gathered_at; /* in the scratch of a thread */
+    size_t rows_at, strips_at; /* in the scratch of a thread */
 } plan;
 
 static void pack(const plan *p) {
@@ -42,56 +46,24 @@ enum { AHEAD_FLOATS = 4096 };
 
 /* Multiply `pixels` pixels with panels [from, to); y begins with the first of those. */
 static void multiply(const plan *p, const float *x, float *y, int64_t pixels, int64_t from, int64_t to) {
-    const int64_t inputs = p->depth, first = panel_start(from, p->vectors);
-    const int64_t pitch = (panel_start(to, p->vectors) - first) * GF_LANES;
+    const int64_t first = panel_start(from, p->vectors), pitch = (panel_start(to, p->vectors) - first) * GF_LANES;
     for (int64_t panel = from; panel < to; panel++) {
-        const int64_t ahead = panel == 0 && !p->gathers ? gf_most(12, AHEAD_FLOATS / inputs) * inputs : 0;
-        const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start, at = start * GF_LANES;
-        RUN[width - 1](x, inputs, p->weight + at * inputs, p->shift + at, y + at - first * GF_LANES, pitch, pixels, ahead);
+        const int64_t ahead = panel == 0 && !p->strips ? gf_most(12, AHEAD_FLOATS / p->depth) * p->depth : 0;
+        const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start, c = start * GF_LANES;
+        RUN[width - 1](x, &p->at, p->weight + c * p->depth, p->shift + c, y + c - first * GF_LANES, pitch, pixels, ahead);
     }
 }
 
-/* Copy a few numbers: too few for memcpy to be worth its call. */
-GF_INLINE void copy(float *to, const float *from, int64_t count) {
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) memcpy(to + i, from + i, 4 * sizeof(float));
-    if (i < count && count >= 4)
-        memcpy(to + count - 4, from + count - 4, 4 * sizeof(float));
-    else
-        for (; i < count; i++) to[i] = from[i];
-}
-
-/* Gather one row of taps, [kw, inputs]; `row` is that of x, NULL outside, and `left` its first column. */
-GF_INLINE void gather_row(const gf_dense *t, const float *row, int64_t left, float *to) {
-    const int64_t inputs = t->inputs;
-    if (row && t->dw == 1 && left >= 0 && left + t->kw <= t->w) {
-        if (t->kw * inputs == 9) /* three colours, three columns: a network's first convolution */
-            copy(to, row + left * inputs, 9);
-        else
-            copy(to, row + left * inputs, t->kw * inputs);
-        return;
-    }
-    for (int64_t v = 0, q = left; v < t->kw; v++, q += t->dw, to += inputs) {
-        if (row && q >= 0 && q < t->w)
-            copy(to, row + q * inputs, inputs);
-        else
-            memset(to, 0, (size_t)inputs * sizeof(float));
-    }
-}
-
-/* Gather what is under `pixels` pixels of y, counted over all images. */
-static void gather(const gf_dense *t, int64_t first, int64_t pixels, float *to) {
-    const gf_map *map = &t->after.map;
-    const int64_t step = t->kw * t->inputs, depth = step * t->kh;
-    for (int64_t i = first, end; i < first + pixels; i = end) {
-        const int64_t row = i / map->w, image = row / map->h, top = row % map->h * t->sh - t->top;
-        end = gf_least(first + pixels, (row + 1) * map->w);
-        for (int64_t u = 0, y = top; u < t->kh; u++, y += t->dh) {
-            const float *from = y >= 0 && y < t->h ? t->x + (image * t->h + y) * t->w * t->inputs : NULL;
-            float *into = to + (i - first) * depth + u * step;
-            for (int64_t q = i - row * map->w; q < end - row * map->w; q++, into += depth)
-                gather_row(t, from, q * t->sw - t->left, into);
-        }
+/* Copy the rows of x under patch row `row` of an image, from the first column that y reads to the last. */
+static void copy_strips(const plan *p, int64_t image, int64_t row, float *to) {
+    const gf_dense *t = p->task;
+    const int64_t top = row * t->after.map.ph * t->sh - t->top, width = p->strip / t->inputs;
+    const int64_t before = gf_least(t->left, width), there = gf_most(0, gf_least(t->w, width - before));
+    for (int64_t k = 0, y = top; k < p->strips; k++, y++, to += p->strip) {
+        const int64_t first = before * t->inputs, count = y >= 0 && y < t->h ? there * t->inputs : 0;
+        memset(to, 0, (size_t)first * sizeof(float));
+        if (count) memcpy(to + first, t->x + (image * t->h + y) * t->w * t->inputs, (size_t)count * sizeof(float));
+        memset(to + first + count, 0, (size_t)(p->strip - first - count) * sizeof(float));
     }
 }
 
@@ -113,15 +85,18 @@ static void run_units(const void *argument, int64_t work, void *scratch) {
     const int64_t panel = work % parts * p->part, end = gf_least(p->panels, panel + p->part);
     const int64_t vector = panel_start(panel, p->vectors), pitch = (panel_start(end, p->vectors) - vector) * GF_LANES;
     const int64_t from = first_pixel(map, first), to = first_pixel(map, last), chunk = chunk_of(p->depth);
-    float *y = (float *)((char *)scratch + p->rows_at), *gathered = (float *)((char *)scratch + p->gathered_at);
-    for (int64_t i = from; i < to; i += chunk) {
-        const int64_t pixels = gf_least(chunk, to - i);
-        if (p->gathers) gather(t, i, pixels, gathered);
-        multiply(p, p->gathers ? gathered : t->x + i * p->depth, y + (i - from) * pitch, pixels, panel, end);
-    }
+    float *y = (float *)((char *)scratch + p->rows_at), *strips = (float *)((char *)scratch + p->strips_at);
+    for (int64_t i = from; i < to && !p->strips; i += chunk)
+        multiply(p, t->x + i * p->depth, y + (i - from) * pitch, gf_least(chunk, to - i), panel, end);
     for (int64_t unit = first; unit < last; unit++) {
-        const float *rows = y + (first_pixel(map, unit) - from) * pitch;
-        finish_rows(&t->after, rows, pitch, unit / down, unit % down, vector, scratch);
+        const int64_t image = unit / down, row = unit % down;
+        float *rows = y + (first_pixel(map, unit) - from) * pitch;
+        if (p->strips) {
+            copy_strips(p, image, row, strips);
+            for (int64_t r = 0; r < gf_least(map->ph, map->h - row * map->ph); r++)
+                multiply(p, strips + r * t->sh * p->strip, rows + r * map->w * pitch, map->w, panel, end);
+        }
+        finish_rows(&t->after, rows, pitch, image, row, vector, scratch);
     }
 }
 
@@ -140,12 +115,23 @@ static void divide(plan *p, int64_t units, int threads) {
     p->together = gf_most(1, gf_least(gf_ceil_div(units, threads), gf_least(results, inputs)));
 }
 
+/* Read x from strips: a row of taps is one run, or with a dilation one run per tap. */
+static void set_strips(plan *p) {
+    const gf_dense *t = p->task;
+    const gf_map *map = &t->after.map;
+    const int64_t close = t->dw == 1, inputs = t->inputs;
+    p->strips = (gf_least(map->ph, map->h) - 1) * t->sh + (t->kh - 1) * t->dh + 1;
+    p->strip = ((map->w - 1) * t->sw + (t->kw - 1) * t->dw + 1) * inputs;
+    p->at = (under){t->kh, t->dh * p->strip, close ? 1 : t->kw, t->dw * inputs, close ? t->kw * inputs : inputs, t->sw * inputs};
+}
+
 int GF_LEVEL(gf_dense)(const gf_dense *t, int threads) {
     const gf_map *map = &t->after.map;
     const int64_t units = map->n * gf_ceil_div(map->h, map->ph), pixels = gf_least(map->ph, map->h) * map->w;
     plan p = {.task = t, .vectors = gf_ceil_div(map->c, GF_LANES)};
     p.depth = t->inputs * t->kh * t->kw;
-    p.gathers = t->kh * t->kw * t->sh * t->sw > 1 || t->top || t->left || t->h != map->h || t->w != map->w;
+    p.at = under_itself(t->inputs);
+    if (t->kh * t->kw * t->sh * t->sw > 1 || t->top || t->left || t->h != map->h || t->w != map->w) set_strips(&p);
     divide(&p, units, threads);
     const int64_t lanes = p.vectors * GF_LANES, widest = gf_least(lanes, (2 * p.part + 1) * GF_LANES);
     p.rows_at = (gf_norm_act_scratch(&t->after) + 63) / 64 * 64;
@@ -153,8 +139,8 @@ int GF_LEVEL(gf_dense)(const gf_dense *t, int threads) {
     if (!p.weight) return -1;
     p.shift = p.weight + lanes * p.depth;
     pack(&p);
-    p.gathered_at = p.rows_at + gf_float_bytes(p.together * pixels * widest);
-    const size_t scratch = p.gathered_at + (p.gathers ? gf_float_bytes(chunk_of(p.depth) * p.depth) : 0);
+    p.strips_at = p.rows_at + gf_float_bytes(p.together * pixels * widest);
+    const size_t scratch = p.strips_at + gf_float_bytes(p.strips * p.strip);
     const int64_t work = gf_ceil_div(units, p.together) * gf_ceil_div(p.panels, p.part);
     const int failed = gf_parallel(run_units, &p, work, threads, scratch);
     free(p.weight);

@@ -7,24 +7,40 @@
 
 #include "vec.h"
 
+/* Where the numbers of x are that a pixel is multiplied with: runs of `run` floats, one or more in each of some rows. */
+typedef struct {
+    int64_t rows, row; /* how many rows, and floats to the next one */
+    int64_t runs, hop; /* how many runs in a row, and floats to the next one */
+    int64_t run;
+    int64_t pixel; /* floats to the next pixel */
+} under;
+
+/* A pixel that is multiplied where it is. */
+GF_INLINE under under_itself(int64_t inputs) { return (under){1, 0, 1, 0, inputs, inputs}; }
+
 /* R pixels times V vectors of outputs. */
-GF_INLINE void run_tile(const float *x, int64_t inputs, const float *weight, const float *shift, float *y, int64_t pitch,
+GF_INLINE void run_tile(const float *x, const under *at, const float *weight, const float *shift, float *y, int64_t pitch,
                         const int R, const int V) {
+    const int64_t pixel = at->pixel, run = at->run;
     gf_vec sum[12][3];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 3
         for (int j = 0; j < V; j++) sum[r][j] = gf_load(shift + j * GF_LANES);
-    for (int64_t i = 0; i < inputs; i++, weight += V * GF_LANES) {
-        gf_vec w[3];
+    for (int64_t u = 0; u < at->rows; u++, x += at->row) {
+        const float *from = x;
+        for (int64_t v = 0; v < at->runs; v++, from += at->hop)
+            for (int64_t i = 0; i < run; i++, weight += V * GF_LANES) {
+                gf_vec w[3];
 #pragma GCC unroll 3
-        for (int j = 0; j < V; j++) w[j] = gf_load(weight + j * GF_LANES);
+                for (int j = 0; j < V; j++) w[j] = gf_load(weight + j * GF_LANES);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            const float pixel = x[r * inputs + i];
+                for (int r = 0; r < R; r++) {
+                    const float number = from[r * pixel + i];
 #pragma GCC unroll 3
-            for (int j = 0; j < V; j++) sum[r][j] += pixel * w[j];
-        }
+                    for (int j = 0; j < V; j++) sum[r][j] += number * w[j];
+                }
+            }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -39,26 +55,27 @@ GF_INLINE void fetch(const float *from, int64_t floats) {
 
 /* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy, and 8 do. */
 #define PANEL(V, R, S)                                                                                                   \
-    static void panel_##V(const float *x, int64_t inputs, const float *weight, const float *shift, float *y,             \
+    static void panel_##V(const float *x, const under *at, const float *weight, const float *shift, float *y,            \
                           int64_t pitch, int64_t pixels, int64_t ahead) {                                                \
+        const int64_t step = at->pixel;                                                                                  \
         int64_t i = 0;                                                                                                   \
         for (; i + R <= pixels; i += R) {                                                                                \
-            if (ahead) fetch(x + i * inputs + ahead, R * inputs);                                                        \
-            run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, R, V);                                 \
+            if (ahead) fetch(x + i * step + ahead, R * step);                                                            \
+            run_tile(x + i * step, at, weight, shift, y + i * pitch, pitch, R, V);                                       \
         }                                                                                                                \
         if (i + S <= pixels) {                                                                                           \
-            run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, S, V);                                 \
+            run_tile(x + i * step, at, weight, shift, y + i * pitch, pitch, S, V);                                       \
             i += S;                                                                                                      \
         }                                                                                                                \
-        for (; i + 2 <= pixels; i += 2) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 2, V);     \
-        if (i < pixels) run_tile(x + i * inputs, inputs, weight, shift, y + i * pitch, pitch, 1, V);                     \
+        for (; i + 2 <= pixels; i += 2) run_tile(x + i * step, at, weight, shift, y + i * pitch, pitch, 2, V);           \
+        if (i < pixels) run_tile(x + i * step, at, weight, shift, y + i * pitch, pitch, 1, V);                           \
     }
 
 PANEL(1, 12, 8)
 PANEL(2, 6, 4)
 PANEL(3, 4, 3)
 
-typedef void panel_fn(const float *x, int64_t inputs, const float *weight, const float *shift, float *y, int64_t pitch,
+typedef void panel_fn(const float *x, const under *at, const float *weight, const float *shift, float *y, int64_t pitch,
                       int64_t pixels, int64_t ahead);
 static panel_fn *const RUN[3] = {panel_1, panel_2, panel_3};
 

@@ -147,6 +147,7 @@ static void transform_tiles(const plan *p, const piece *w, int64_t first, int64_
 static void multiply(const plan *p, const float *tiles, int64_t count, int64_t from, int64_t to, float *products) {
     const int64_t inputs = p->task->inputs, first = panel_start(from, p->vectors);
     const int64_t pitch = (panel_start(to, p->vectors) - first) * GF_LANES;
+    const under at = under_itself(inputs);
     for (int64_t k = 0; k < POSITIONS; k++) {
         /* All pixels of a tile have position 5 once as a term. */
         const float *shift = k == 5 ? p->shift : p->shift + p->vectors * GF_LANES;
@@ -154,7 +155,7 @@ static void multiply(const plan *p, const float *tiles, int64_t count, int64_t f
             const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start;
             const float *weight = p->weight + k * p->weight_step + start * GF_LANES * inputs;
             float *y = products + k * p->products_step + (start - first) * GF_LANES;
-            RUN[width - 1](tiles + k * p->tiles_step, inputs, weight, shift + start * GF_LANES, y, pitch, count, 0);
+            RUN[width - 1](tiles + k * p->tiles_step, &at, weight, shift + start * GF_LANES, y, pitch, count, 0);
         }
     }
 }

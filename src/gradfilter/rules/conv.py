@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from gradfilter import patches
 from gradfilter.carriers import call_function, coarse, make_carrier
-from gradfilter.deferred import can_defer
+from gradfilter.deferred import can_compute, can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
@@ -225,10 +225,12 @@ def conv2d(
     stride, dilation = as_pair(stride), as_pair(dilation)
     value = pixels(x)
     zeros = None if isinstance(padding, str) else as_pair(padding)
-    conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_defer(x) else None
-    if conv is not None:
+    conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_compute(x) else None
+    if conv is not None and can_defer(x):
         recipe = start(value, x, conv)
         y = make_carrier(recipe.shape, value)
+    elif conv is not None:
+        y = conv.run(value).y
     else:
         with torch.no_grad():
             y = func(value, weight, bias, stride, padding, dilation, groups)
