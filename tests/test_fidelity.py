@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfilter as gf
-from gradfilter.apply import exactly, find_applied
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.errors import GradFilterError, InputError
 from gradfilter.fidelity import Closeness, compare, find_gradients
+from gradfilter.hooks import exactly, find_applied
 from gradfilter.spectrum import find_snr
 from gradfilter.table import Table
 from helpers_safety import make_images, make_labels

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradfilter as gf
-from gradfilter.apply import find_states
 from gradfilter.cost import measure_saved_by_layer, measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import PlanError
+from gradfilter.hooks import find_states
 from gradfilter.keep import State
 from gradfilter.keep.low_rank import LowRank
 from helpers_safety import (

@@ -414,6 +414,7 @@ def test_files_and_other_words(tmp_path):
     plan = Plan({"3": Backward(patch=3)}, rest="exact")
     plan.save(tmp_path / "mine.YML")
     assert Plan.parse(str(tmp_path / "mine.YML")) == plan
+    assert Plan.parse("{layers: {'3': {patch: 3}}, rest: exact}") == plan
     with pytest.raises(PlanError, match=r"'lats4' is no plan\. Give 'all', 'head', 'last4' .* or a file that ends in \.yaml"):
         Plan.parse("lats4")
 

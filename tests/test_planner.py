@@ -15,11 +15,12 @@ from torch import nn
 
 import gradfilter as gf
 from cases import MODELS, seeded
-from gradfilter.apply import find_applied
 from gradfilter.cli import main
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.errors import BudgetError, GradFilterError, InputError, PlanError, SettingsError
 from gradfilter.fidelity import compare, find_gradients, group
+from gradfilter.hooks import find_applied
+from gradfilter.loss import StepLoss
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
 from gradfilter.models import make_model
 from gradfilter.options import KINDS
@@ -27,7 +28,7 @@ from gradfilter.plan import Plan
 from gradfilter.planner import choose_plan
 from gradfilter.report.front import make_front_picture
 from gradfilter.search import count, search
-from gradfilter.survey import FLOPS, MEMORY, TIME, sum_outputs, survey
+from gradfilter.survey import FLOPS, MEMORY, TIME, survey
 from gradfilter.train import train
 from train_nets import small
 from train_runs import make_settings
@@ -69,6 +70,11 @@ def make_batch(count=4, pixels=32, classes=5, seed=0):
     )
 
 
+def find_held(model, images):
+    """Return what autograd holds after the loss, whatever the labels."""
+    return measure_saved_bytes(model, images, loss=StepLoss(None, torch.zeros(len(images), dtype=torch.long)))
+
+
 def find_cosine(model, plan, batch):
     """Return the cosine to the whole exact gradient."""
     exact = find_gradients(gf.freeze_(copy.deepcopy(model), Plan.all()), batch)
@@ -78,7 +84,7 @@ def find_cosine(model, plan, batch):
 @cache
 def find_most(name, count):
     """Return the bytes that the dearest plan of a network holds."""
-    return measure_saved_bytes(gf.apply_(copy.deepcopy(make_net(name)), Plan.all(gf.Backward(patch=1))), make_batch(count)[0])
+    return find_held(gf.apply_(copy.deepcopy(make_net(name)), Plan.all(gf.Backward(patch=1))), make_batch(count)[0])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -94,24 +100,24 @@ def test_a_budget_of_bytes_is_never_exceeded(name, count, share):
         assert budget < least
         gf.plan_for(make_net(name), (images, labels), memory=least)
         return
-    assert measure_saved_bytes(gf.apply_(copy.deepcopy(make_net(name)), plan), images) <= budget
+    assert find_held(gf.apply_(copy.deepcopy(make_net(name)), plan), images) <= budget
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "cifar-resnet20"])
 def test_budgets_of_real_networks(name):
     model, batch = make_net(name), make_batch(2, 32, 10)
     keep = "full" if name == "mobilenet_v3_small" else None  # of so many layers the patches alone, which is quicker
-    most = measure_saved_bytes(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), batch[0])
+    most = find_held(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), batch[0])
     cosines = []
     for share in (0.1, 0.5):
         chosen = choose_plan(model, batch, None, {MEMORY: share * most}, keep=keep)
-        held = measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), batch[0])
+        held = find_held(gf.apply_(copy.deepcopy(model), chosen.plan), batch[0])
         assert held == chosen.costs[MEMORY] <= share * most
         cosines.append(find_cosine(model, chosen.plan, batch))
         assert cosines[-1] >= chosen.cosine - 0.02  # what is expected is not promised, but it is no dream
         assert 0 <= chosen.gap < 0.1
         for rival in (Plan.all(gf.Backward(grid=2)), Plan.all(gf.Backward(patch=4)), Plan.last(2, gf.Backward(patch=1))):
-            if measure_saved_bytes(gf.apply_(copy.deepcopy(model), rival), batch[0]) <= share * most:
+            if find_held(gf.apply_(copy.deepcopy(model), rival), batch[0]) <= share * most:
                 assert cosines[-1] >= find_cosine(model, rival, batch)
     assert cosines[0] < cosines[1]
 
@@ -142,7 +148,7 @@ EVERY = {"small": ([1, 2, 3, 17, 18, 19, 22, 23], [0, 1, 2, 3, 20, 21, 22, 23]),
 def test_plans_are_the_best_of_all_of_a_small_network(name, columns):
     """Every plan of the network is tried, of some of its options."""
     model, batch = make_net(name), make_batch()
-    known = take_columns(survey(model, [batch], None, batch[:1], kinds=KINDS), columns)
+    known = take_columns(survey(model, [batch], None, batch[:1], kinds=KINDS, step_loss=StepLoss(None, batch[1])), columns)
     costs, layers = known.costs[MEMORY], len(known.layers)
     front, every = search(known, (MEMORY,)), list_all(known)
     gains = np.where(every >= 0, known.gains[np.arange(layers), every], 0).sum(1) / known.total
@@ -155,8 +161,8 @@ def test_plans_are_the_best_of_all_of_a_small_network(name, columns):
         twin = gf.apply_(copy.deepcopy(model), known.make_plan(plan))
         # Less where layers share what they hold; and up to a byte for each of the gate's 4 × 16 numbers more, where it is a
         # region in one keep and not in the other: which is why a plan that is chosen is predicted as a whole.
-        assert measure_saved_bytes(twin, batch[0]) <= expected + 64
-        assert name == "residual" or measure_saved_bytes(twin, batch[0]) == expected
+        assert find_held(twin, batch[0]) <= expected + 64
+        assert name == "residual" or find_held(twin, batch[0]) == expected
 
 
 @st.composite
@@ -195,16 +201,16 @@ class Mean(nn.Module):
 @given(draw_networks(), st.sampled_from([1, 3, 6]), st.floats(0.01, 0.6))
 def test_a_step_of_a_drawn_network_holds_no_more_than_its_budget(model, count, share):
     images, labels = make_batch(count, 16)
-    budget = share * measure_saved_bytes(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), images)
+    budget = share * find_held(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), images)
     try:
         chosen = choose_plan(model, (images, labels), None, {MEMORY: budget})
     except BudgetError:
         return
     twin = gf.apply_(copy.deepcopy(model), Plan.from_yaml(chosen.plan.to_yaml()))
     for _ in range(2):  # the second step starts from what the keeps remember of the first
-        assert measure_saved_bytes(twin, images) == chosen.costs[MEMORY] <= budget
+        assert find_held(twin, images) == chosen.costs[MEMORY] <= budget
         F.cross_entropy(twin(images), labels).backward()
-    assert measure_saved_bytes(twin, images[: max(1, count - 1)]) <= budget  # the last batch of an epoch
+    assert find_held(twin, images[: max(1, count - 1)]) <= budget  # the last batch of an epoch
     whole = choose_plan(model, (images, labels), None, {MEMORY: 2 * budget})
     assert whole.cosine >= chosen.cosine
 
@@ -234,7 +240,7 @@ def test_ranks_are_for_the_batch_of_a_training_step(count, batch):
     most = max(k.rank[0] for k in keeps if isinstance(k, gf.Subspace) and isinstance(k.rank, tuple))
     assert count < most <= batch or most <= batch < count
     chosen = choose_plan(model, sample, None, {MEMORY: 20_000}, batch)
-    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), make_batch(batch)[0]) == chosen.costs[MEMORY]
+    assert find_held(gf.apply_(copy.deepcopy(model), chosen.plan), make_batch(batch)[0]) == chosen.costs[MEMORY]
 
 
 def test_a_keep_for_all_layers():
@@ -242,7 +248,7 @@ def test_a_keep_for_all_layers():
     plans = {keep: gf.plan_for(model, batch, memory="12kB", keep=keep) for keep in ("full", "int8", "hosvd:0.8")}
     for keep, plan in plans.items():
         assert {str(backward.keep) for backward in plan.layers.values()} <= {keep, "full"}
-        assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 12_000
+        assert find_held(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 12_000
     assert "keep" not in plans["full"].to_yaml()
     assert "int8" in plans["int8"].to_yaml()
     with pytest.raises(PlanError, match="'int4' is no keep"):
@@ -263,13 +269,13 @@ def test_without_a_budget_of_bytes_inputs_are_held_whole():
 
 def test_flops_of_keeps_count():
     model, batch = make_net("small"), make_batch()
-    known = survey(model, [batch], None, batch[:1], (MEMORY, FLOPS), KINDS)
+    known = survey(model, [batch], None, batch[:1], (MEMORY, FLOPS), KINDS, StepLoss(None, batch[1]))
     flops = known.costs[FLOPS]
     assert flops.trained[1, -2] > flops.trained[1, -1]
 
     def count_flops(column):
         plan = known.make_plan([-1, len(known.families) + column, -1, -1])
-        step = predict_step(gf.apply_(copy.deepcopy(model), plan), batch[:1], sum_outputs)
+        step = predict_step(gf.apply_(copy.deepcopy(model), plan), batch[:1], StepLoss(None, batch[1]))
         return step.count(FORWARD) + step.count(BACKWARD)
 
     whole = count_flops(-1)
@@ -288,15 +294,15 @@ def test_enough_memory_gives_the_exact_gradient():
 def test_a_larger_batch_than_the_sample():
     model, (images, labels) = make_net("small"), make_batch()
     plan = gf.plan_for(model, (images, labels), memory="20kB", batch=16, keep="full")
-    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), make_batch(16)[0]) <= 20_000
+    assert find_held(gf.apply_(copy.deepcopy(model), plan), make_batch(16)[0]) <= 20_000
 
 
 def test_flops_are_kept():
     model, batch = make_net("residual"), make_batch()
-    step = predict_step(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), batch[:1], sum_outputs)
+    step = predict_step(gf.apply_(copy.deepcopy(model), Plan.all(gf.Backward(patch=1))), batch[:1], StepLoss(None, batch[1]))
     budget = step.count(FORWARD) + 0.5 * step.count(BACKWARD)
     chosen = choose_plan(model, batch, None, {FLOPS: budget, MEMORY: "1MB"})
-    step = predict_step(gf.apply_(copy.deepcopy(model), chosen.plan), batch[:1], sum_outputs)
+    step = predict_step(gf.apply_(copy.deepcopy(model), chosen.plan), batch[:1], StepLoss(None, batch[1]))
     assert step.count(FORWARD) + step.count(BACKWARD) == chosen.costs[FLOPS] <= budget
 
 
@@ -362,9 +368,19 @@ def test_bad_input(sample, options, kind, text):
         gf.plan_for(make_net("small"), sample, **options)
 
 
-def test_targets_cannot_be_drawn_for_maps():
-    with pytest.raises(InputError, match=r"an output of shape \[2, 4, 8, 8\], for which no targets can be drawn"):
-        gf.plan_for(nn.Conv2d(3, 4, 1), torch.randn(2, 3, 8, 8), memory="1MB")
+def test_targets_cannot_be_drawn_for_what_is_no_score():
+    with pytest.raises(InputError, match=r"no scores of classes, neither \[N, classes\] nor \[N, classes, H, W\]"):
+        gf.plan_for(nn.Conv2d(3, 1, 1), torch.randn(2, 3, 8, 8), memory="1MB")
+
+
+def test_a_loss_that_looks_at_values_is_not_counted():
+    def loss(outputs, labels):
+        return F.cross_entropy(outputs[labels > 0], labels[labels > 0])
+
+    model, batch = make_net("small"), make_batch()
+    chosen = choose_plan(model, batch, loss, {MEMORY: "30kB"}, keep="full")
+    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), batch[0]) == chosen.costs[MEMORY]
+    assert "What the loss holds is not counted: it looks at values" in str(chosen)
 
 
 def test_table_and_picture_tell_what_was_chosen():
@@ -406,7 +422,7 @@ def test_train_within_a_budget_and_go_on(photos, tmp_path, quick, monkeypatch):
     results = train(run)
     plan = Plan.load(tmp_path / "run" / "plan.yaml")
     model = gf.apply_(make_model("train_nets:small", classes=3).train(), plan)
-    assert measure_saved_bytes(model, torch.randn(4, 3, 12, 12)) <= 4000
+    assert find_held(model, torch.randn(4, 3, 12, 12)) <= 4000
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["memory"] == "4kB"
     again = train(make_settings(photos, tmp_path / "again", **settings, epochs=1))
     assert Plan.load(tmp_path / "again" / "plan.yaml") == plan
@@ -455,7 +471,7 @@ def test_a_model_that_keeps_what_it_makes_stays_whole():
     assert model.places is not None
     assert gf.plan_for(model, (images, labels), memory="30kB", keep="full").layers
     assert {"parts.a[[]0]", "parts.b[*]", "head"} >= set(plan.layers)
-    assert measure_saved_bytes(gf.apply_(model, plan), images) <= 30_000
+    assert find_held(gf.apply_(model, plan), images) <= 30_000
     assert gf.cost(model, images).plan.total.saved_bytes <= 30_000
 
 
@@ -468,7 +484,7 @@ def test_modes_of_torch_around_the_call():
     with torch.no_grad():
         assert gf.plan_for(model, batch, memory="20kB") == gf.plan_for(model, batch, memory="20kB")
         plan = gf.plan_for(model, batch, memory="20kB")
-    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 20_000
+    assert find_held(gf.apply_(copy.deepcopy(model), plan), batch[0]) <= 20_000
     with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
         gf.plan_for(model, batch, memory="20kB")
 
@@ -478,13 +494,13 @@ def test_a_budget_under_autocast_is_kept(budget):
     model, (images, labels) = make_net("residual"), make_batch()
     with torch.autocast("cpu", torch.bfloat16):
         plan = gf.plan_for(model, (images, labels), memory=budget)
-        assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), plan), images) <= budget
+        assert find_held(gf.apply_(copy.deepcopy(model), plan), images) <= budget
 
 
 def test_images_that_are_part_of_a_larger_tensor():
     model, many = make_net("small"), torch.randn(64, 3, 32, 32, generator=seeded())
     chosen = choose_plan(model, many[:4], None, {MEMORY: "400kB"})
-    assert measure_saved_bytes(gf.apply_(copy.deepcopy(model), chosen.plan), many[:4]) == chosen.costs[MEMORY]
+    assert find_held(gf.apply_(copy.deepcopy(model), chosen.plan), many[:4]) == chosen.costs[MEMORY]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from gradfilter.cli.bench import make_cases, make_parser, make_plans
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.cost_table import Seconds
 from gradfilter.errors import GradFilterError, SettingsError
+from gradfilter.loss import StepLoss
 from gradfilter.models import make_model
 from gradfilter.plan import Backward, Plan
 
@@ -92,7 +93,8 @@ def test_flops_and_bytes_of_peers(tiny):
         rows[sides.HEAD]["backward flops"]
         == sum(last[name].backward_flops for name in ("classifier", "(loss)")) - 2 * 2 * 64 * 10
     )
-    assert rows[sides.HEAD]["saved bytes"] == 2 * 64 * 4
+    assert rows[sides.HEAD]["saved bytes"] == 2 * 64 * 4 + last["(loss)"].saved_bytes
+    assert last["(loss)"].saved_bytes == 2 * (10 * 4 + 8) + 4  # logarithms of probabilities, labels, what the mean divides by
     # What is run again is the blocks: all convolutions and norms but the stem, and the activations.
     again = cost_under(Plan.all(Backward(patch=1))).exact.layers
     blocks = sum(layer.forward_flops for name, layer in again.items() if name.startswith("layer"))
@@ -438,4 +440,5 @@ def test_a_fresh_process_runs_the_side_that_is_asked_for():
 
 def test_saved_bytes_are_those_that_autograd_holds(tiny):
     model = freeze_statistics_(make_model("cifar-resnet20").train())
-    assert read(tiny)[EXACT]["saved bytes"] == measure_saved_bytes(model, make_images(2, 16))
+    loss = StepLoss(targets=torch.zeros(2, dtype=torch.long))
+    assert read(tiny)[EXACT]["saved bytes"] == measure_saved_bytes(model, make_images(2, 16), loss=loss)

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from gradfilter.apply import exactly, find_applied
 from gradfilter.cost_table import Cost, LayerCost, Seconds, StepCost, show_bytes
 from gradfilter.environment import find_free_memory
 from gradfilter.errors import ExitWarning, InputError
-from gradfilter.fidelity import check_scalar, cross_entropy, explain_loss, group, is_pair
+from gradfilter.fidelity import group, is_pair
+from gradfilter.hooks import exactly, find_applied
+from gradfilter.loss import StepLoss, draw_targets, find_score_shape, find_targets
 from gradfilter.measure import MOST_SHARE, find_time, measure_peak, measure_rss, median, take_turns
-from gradfilter.meter import BACKWARD, FORWARD, UPDATE, MakeOptimizer, Saved, Step, follow, predict_step
-from gradfilter.outputs import copy_model, explain_failure, sum_outputs
+from gradfilter.meter import BACKWARD, FORWARD, UPDATE, MakeOptimizer, Saved, Step, follow, predict_step, run_forward
+from gradfilter.outputs import copy_model, explain_failure
 from gradfilter.shapes import on_shapes, to_meta
 
 T = TypeVar("T")
@@ -59,25 +60,33 @@ def find_saved(saved: Saved, run: Callable[[], Any], exclude: Iterable[Tensor], 
     return held
 
 
-def measure_saved_bytes(model: nn.Module, *inputs: Any) -> int:
-    """Return the bytes that autograd really holds after `model(*inputs)`, parameters and buffers excluded."""
-    return sum(measure_saved_by_layer(model, *inputs).values())
+def measure_saved_bytes(model: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> int:
+    """Return the bytes that autograd really holds after `model(*inputs)`, parameters and buffers excluded.
+
+    Args:
+        model: With or without a plan.
+        inputs: What it is called with.
+        loss: From its outputs to a scalar, a `StepLoss` say: what the loss holds counts too then.
+    """
+    return sum(measure_saved_by_layer(model, *inputs, loss=loss).values())
 
 
-def measure_saved_by_layer(model: nn.Module, *inputs: Any) -> dict[str, int]:
-    """Return what `measure_saved_bytes` does, by the layer that saved it."""
+def measure_saved_by_layer(model: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> dict[str, int]:
+    """Return what `measure_saved_bytes` does, by the layer that saved it; "(loss)" is the loss's own."""
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     with follow(model) as places:
-        return find_saved(Saved(places), lambda: model(*inputs), [*model.parameters(), *model.buffers()], given)
+        run = partial(run_forward, lambda: model(*inputs), loss, places)
+        there = [*model.parameters(), *model.buffers()]
+        return find_saved(Saved(places), run, there, [*given, *find_targets(loss)])
 
 
-def predict_saved_bytes(model: nn.Module, *inputs: Any) -> int:
+def predict_saved_bytes(model: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> int:
     """Return the bytes that autograd would hold after `model(*inputs)`, without computing or allocating anything.
 
-    The same forward runs on shapes alone, as `on_shapes` does.
+    The same forward runs on shapes alone, as `on_shapes` does. See `measure_saved_bytes` for the arguments.
     """
     with on_shapes(model) as (run, state):
-        return count_saved(lambda: run(*inputs), state.values())
+        return count_saved(partial(run_forward, lambda: run(*inputs), loss), state.values())
 
 
 def make_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -103,7 +112,8 @@ def cost(
         model: Under a plan, in the mode in which it is to run: that of training, most likely.
         sample: A batch of images, or a pair of images and targets.
         loss: From outputs and targets, or from outputs alone where there are no targets, to a scalar. Where not given:
-            cross-entropy of the (first) output with targets, the mean square of the outputs without.
+            cross-entropy of the (first) output with the targets, or with ones drawn at random, for each image or for each
+            pixel as the output has it; the mean square of outputs that are no scores of classes.
         make_optimizer: From the trained parameters to an optimizer; SGD with momentum 0.9 where not given.
         measure: Whether to run the model, or only predict. Of images on the meta device there are predictions alone.
 
@@ -131,8 +141,10 @@ def cost(
             with explain_failure(images, "when it sees its first batch"):
                 twin(images)  # from here on it is known how much is held
         with explain_failure(images, "when a step runs on shapes alone"):
-            score = make_score(loss, tree_map_only(Tensor, to_meta, targets))
-            sides = {name: run(twin, lambda: predict_step(twin, (images,), score, make)) for name, run in SIDES.items()}
+            if targets is None and loss is None and (shape := find_score_shape(twin, images)):
+                targets = draw_targets(shape, images.device)
+            bound = StepLoss(loss, targets)
+            sides = {name: run(twin, lambda: predict_step(twin, (images,), bound, make)) for name, run in SIDES.items()}
         state = find_layer_state(twin, make)
         costs = {name: make_step_cost(step, state) for name, step in sides.items()}
         size = images.shape[-2], images.shape[-1]
@@ -141,7 +153,7 @@ def cost(
             return found
         with explain_failure(images, "when a step is measured"):
             optimizer = make([p for p in twin.parameters() if p.requires_grad])
-            return measure_sides(found, Trial(twin, images, make_score(loss, targets), optimizer))
+            return measure_sides(found, Trial(twin, images, bound, optimizer))
 
 
 def measure_sides(found: Cost, trial: Trial) -> Cost:
@@ -159,7 +171,7 @@ def measure_sides(found: Cost, trial: Trial) -> Cost:
             )
             continue
         runs[name] = partial(run, trial.model, trial.step)
-        held = run(trial.model, lambda: measure_saved_by_layer(trial.model, trial.images))
+        held = run(trial.model, lambda: measure_saved_by_layer(trial.model, trial.images, loss=trial.loss))
         layers = {
             layer: replace(side.layers.get(layer, LayerCost()), measured_saved_bytes=held.get(layer, 0))
             for layer in dict.fromkeys((*side.layers, *held))
@@ -183,13 +195,14 @@ class Trial:
 
     model: nn.Module
     images: Tensor
-    score: Callable[[Any], Tensor]
+    loss: Callable[[Any], Tensor]
     optimizer: torch.optim.Optimizer
 
     def step(self) -> Seconds:
         """Do one step; tell how long its parts took."""
         times = [find_time(self.images)]
-        value = self.score(self.model(self.images))
+        outputs = self.model(self.images)  # most loops have a name for them, which keeps them until backward is done
+        value = self.loss(outputs)
         times.append(find_time(self.images))
         value.backward()
         times.append(find_time(self.images))
@@ -197,18 +210,6 @@ class Trial:
         times.append(find_time(self.images))
         self.optimizer.zero_grad()
         return Seconds(*(b - a for a, b in pairwise(times)))
-
-
-def make_score(loss: Callable[..., Tensor] | None, targets: Any) -> Callable[[Any], Tensor]:
-    """Return the function from outputs to a scalar that can be trained on."""
-
-    def score(outputs: Any) -> Tensor:
-        with explain_loss(outputs, targets):
-            value = (loss or sum_outputs)(outputs) if targets is None else (loss or cross_entropy)(outputs, targets)
-        check_scalar(value)
-        return value
-
-    return score
 
 
 def find_layer_state(model: nn.Module, make_optimizer: MakeOptimizer) -> dict[str, tuple[int, int, int]]:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfilter.apply import PlannedLayer, exactly, find_applied, find_hooks, find_states
-from gradfilter.errors import GradFilterError, InputError
-from gradfilter.outputs import explain_failure, find_logits
+from gradfilter.errors import InputError
+from gradfilter.hooks import PlannedLayer, exactly, find_applied, find_hooks, find_states
+from gradfilter.loss import Loss, check_scalar, cross_entropy, explain_loss
+from gradfilter.outputs import explain_failure
 from gradfilter.patches import Pair, Tiling
 from gradfilter.plan import Conv, containers, find_layers, find_norms
 from gradfilter.spectrum import divide, find_dc_ratio, find_energy, record_snr, to_db
 from gradfilter.table import Table
 
-Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any] | list[Any]
 
 
@@ -323,41 +322,9 @@ def run_loss(model: nn.Module, inputs: Any, targets: Any, loss: Loss | None) -> 
     return value
 
 
-def check_scalar(value: Any) -> None:
-    """Refuse what a loss must not be: anything but a single number with a gradient."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise InputError(f"the loss is {what}. A gradient needs a single number: take the mean, e.g. loss(...).mean().")
-    if not value.requires_grad:
-        raise InputError(
-            "the loss has no gradient: it does not depend on a trained parameter, or was detached on the way (.item(), "
-            ".detach(), numpy, torch.no_grad()). Make it of the model's outputs by torch functions."
-        )
-
-
-def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of a model's output, or of the first of several."""
-    return F.cross_entropy(find_logits(outputs), targets)
-
-
 def is_pair(value: Any) -> bool:
     """Tell whether this is a tuple or list of two."""
     return isinstance(value, tuple | list) and len(value) == 2
-
-
-@contextmanager
-def explain_loss(outputs: Any, targets: Any) -> Iterator[None]:
-    """Turn what a loss raises into one line."""
-    try:
-        yield
-    except GradFilterError:
-        raise
-    except Exception as error:
-        shapes = [f"{list(v.shape)}" if isinstance(v, Tensor) else f"a {type(v).__name__}" for v in (outputs, targets)]
-        raise InputError(
-            f"the loss fails on outputs of shape {shapes[0]} and targets of shape {shapes[1]}. Give targets, or a loss, that "
-            f"fit the model. It says {type(error).__name__}: {error}"
-        ) from error
 
 
 @contextmanager

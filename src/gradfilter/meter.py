@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradfilter.flops import count_flops
+from gradfilter.loss import find_targets
 from gradfilter.plan import find_layers
 from gradfilter.scratch import count_scratch
 from gradfilter.shapes import on_shapes, to_meta
@@ -37,7 +38,7 @@ class Step:
 
     Attributes:
         flops: By part of the step and layer. What follows a layer (norm, activation, pooling) counts as that layer's.
-        saved_bytes: What autograd holds between forward and backward, by the layer that saved it.
+        saved_bytes: What autograd holds between forward and backward, by the layer that saved it; "(loss)" is the loss's own.
         peak_bytes: Most bytes alive at once, on top of parameters, optimizer state and the batch itself.
         gradient_bytes: Those of the gradients.
         optimizer_bytes: Those of the optimizer's state.
@@ -62,7 +63,7 @@ def predict_step(
     Args:
         model: With or without a plan.
         inputs: What the model is called with, or tensors of the same shapes on the meta device.
-        loss: From the model's outputs on shapes to a scalar.
+        loss: From the model's outputs on shapes to a scalar: a `StepLoss`, say.
         make_optimizer: From the trained parameters to an optimizer; None for a step without an update.
     """
     inputs = tuple(to_meta(x) for x in inputs)
@@ -74,19 +75,26 @@ def predict_step(
                 tensor.grad = torch.zeros_like(tensor)
             optimizer.step()
             optimizer.zero_grad()
-        with Meter(places, [*state.values(), *inputs, *find_state(optimizer)]) as meter:
+        with Meter(places, [*state.values(), *inputs, *find_state(optimizer), *find_targets(loss)]) as meter:
             saved = Saved(places)
             with saved:
-                outputs = run(*inputs)
+                alive = run_forward(lambda: run(*inputs), loss, places)  # outputs too, until backward is done
             held = saved.count(state.values())
-            places.go(LOSS)
-            loss(outputs).backward()
+            alive[1].backward()
             if optimizer is not None:
                 meter.part = UPDATE
                 optimizer.step()
     gradients = sum(tensor.grad.nbytes for tensor in trained if tensor.grad is not None)
     update = sum(tensor.nbytes for tensor in find_state(optimizer))
     return Step({part: dict(flops) for part, flops in meter.flops.items()}, held, meter.peak, gradients, update)
+
+
+def run_forward(run: Callable[[], Any], loss: Callable[[Any], Tensor] | None, places: Places | None = None) -> tuple[Any, Any]:
+    """Run a forward pass and the loss, if there is one; return the outputs and its value, which keep the graph alive."""
+    outputs = run()
+    if places is not None:
+        places.go(LOSS)
+    return outputs, None if loss is None else loss(outputs)
 
 
 def find_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

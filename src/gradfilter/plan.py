@@ -136,10 +136,12 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Return the plan that a word names, "all", "head", "decoder" or "last4", or that a YAML file holds."""
+        """Return the plan that a word names, "all", "head", "decoder" or "last4", or that a YAML file or the text holds."""
         last = LAST.fullmatch(text)
         if is_plan_file(text):
             return cls.load(text)
+        if text.startswith("{"):
+            return cls.from_yaml(text)
         if text == "all":
             return cls.all()
         if text == "decoder":

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from gradfilter.apply import apply_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.errors import BudgetError, ExitWarning, InputError, PlanError, TrunkWarning
-from gradfilter.fidelity import Batch, Loss, is_pair, without_trace
+from gradfilter.fidelity import Batch, is_pair, without_trace
 from gradfilter.keep import FULL, Keep, parse_keep
+from gradfilter.loss import Loss, StepLoss, draw_targets, find_score_shape
 from gradfilter.meter import BACKWARD, FORWARD, predict_step
 from gradfilter.options import KINDS
-from gradfilter.outputs import copy_model, explain_failure, find_logits
-from gradfilter.plan import Plan
-from gradfilter.search import Front, search
-from gradfilter.shapes import on_shapes, to_meta
-from gradfilter.survey import FLOPS, MEMORY, TIME, Survey, sum_outputs, survey, time_step
+from gradfilter.outputs import copy_model, explain_failure, sum_outputs
+from gradfilter.plan import Backward, Plan
+from gradfilter.search import Choices, Front, search
+from gradfilter.survey import FLOPS, MEMORY, TIME, Survey, check_trainable, survey, time_step
 from gradfilter.table import Table
 from gradfilter.units import parse_amount, show_amount
 
@@ -48,6 +49,7 @@ class Chosen:
         choices: The option of each layer of the survey, −1 for not trained.
         survey: What is known of the layers.
         front: The plans that were looked at.
+        counts_loss: Whether costs are with those of the loss, which a loss that looks at values does not tell on shapes alone.
     """
 
     plan: Plan
@@ -58,6 +60,7 @@ class Chosen:
     choices: tuple[int, ...]
     survey: Survey
     front: Front
+    counts_loss: bool = True
 
     def to_table(self) -> Table:
         """Return a row for each layer behind the first that is trained."""
@@ -77,6 +80,9 @@ class Chosen:
         table.remarks = [
             "; ".join(f"{NAMES[r]}: {show_amount(r, cost)}" for r, cost in self.costs.items()) + ".",
             f"No plan within the budget finds more than {self.gap:.2%} more of the gradient's energy, by what was measured.",
+            "What the loss holds counts with the last layer."
+            if self.counts_loss
+            else "What the loss holds is not counted: it looks at values, and so cannot run on shapes alone.",
         ]
         return table
 
@@ -149,6 +155,7 @@ class Outlook:
     Attributes:
         model: The model, which is left as it is.
         inputs: What a training step is called with.
+        loss: That of such a step; None where it cannot run on shapes alone, and does not count.
         survey: What is known of the layers.
         front: The plans to choose from.
         options: Of the plans.
@@ -156,6 +163,7 @@ class Outlook:
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
+    loss: StepLoss | None
     survey: Survey
     front: Front
     options: dict[str, Any]
@@ -178,38 +186,52 @@ class Outlook:
             names = ", ".join(sorted(unknown))
             raise PlanError(f"{names} is no option of a chosen plan. The options are rest, batch_norm and trunk.")
         kinds = (parse_keep(keep),) if keep is not None else KINDS if MEMORY in resources else (FULL,)
-        batches, inputs = find_samples(model, sample, batch)
-        known = survey(model, batches, loss, inputs, tuple(dict.fromkeys((MEMORY, *resources))), kinds, **options)
-        return cls(model, inputs, known, search(known, resources), options)
+        batches, inputs, targets = find_samples(model, sample, batch)
+        step_loss = find_step_loss(model, inputs, StepLoss(loss, targets))
+        wanted = tuple(dict.fromkeys((MEMORY, *resources)))
+        known = survey(model, batches, loss, inputs, wanted, kinds, step_loss, **options)
+        return cls(model, inputs, step_loss, known, search(known, resources), options)
 
     def choose(self, limits: dict[str, float]) -> Chosen:
         """Return the best plan within budgets of all resources that were surveyed for."""
         twin = remove_(copy_model(self.model)).train()
-        front, allowed = self.front, dict(limits)
+        places = self.front.find_feasible(limits)
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExitWarning)  # whoever applies the plan is told
             warnings.simplefilter("ignore", TrunkWarning)
-            for _ in range(TRIES):
-                feasible = front.find_feasible(allowed)
-                if not len(feasible):
-                    break
-                place = feasible[0]
-                choices = tuple(front.choices[place].tolist())
-                plan = self.survey.make_plan(choices, **self.options)
-                costs = find_costs(apply_(twin, plan), self.inputs, limits)
-                if all(costs[kind] <= limit for kind, limit in limits.items()):
-                    gap = max(0.0, front.find_bound(limits) - float(front.gains[place]))
-                    return Chosen(plan, limits, costs, float(front.cosines[place]), gap, choices, self.survey, front)
-                # What is measured, time or bytes under autocast, may be above what the survey says: the next try allows less.
-                for kind, limit in limits.items():
-                    allowed[kind] *= min(1.0, 0.98 * limit / costs[kind])
-        raise BudgetError(explain_least(front, limits))
+            found = self.find_best(places, lambda plan: find_costs(apply_(twin, plan), self.inputs, self.loss, limits), limits)
+        if found is None:
+            raise BudgetError(explain_least(self.front, limits))
+        place, plan, costs = found
+        gap = max(0.0, self.front.find_bound(limits) - float(self.front.gains[place]))
+        cosine, choices = float(self.front.cosines[place]), tuple(self.front.choices[place].tolist())
+        return Chosen(plan, limits, costs, cosine, gap, choices, self.survey, self.front, self.loss is not None)
+
+    def find_best(
+        self, places: Choices, measure: Callable[[Plan], dict[str, float]], limits: Mapping[str, float]
+    ) -> tuple[int, Plan, dict[str, float]] | None:
+        """Return the first of these plans, the best first, that really keeps to its budgets, with what it costs.
+
+        Time, bytes under autocast, and those of Linear layers on tokens that no region reaches may be above what the survey
+        says. Then a plan that fits is sought further down in steps that double, and the first one by halving what lies between.
+        """
+        above, below, at, found = -1, len(places), 0, None
+        for _ in range(TRIES):
+            if above + 1 >= below:
+                break
+            plan = self.survey.make_plan(tuple(self.front.choices[places[at]].tolist()), **self.options)
+            costs = measure(plan)
+            if all(costs[kind] <= limit for kind, limit in limits.items()):
+                below, found = at, (int(places[at]), plan, costs)
+            else:
+                above = at
+            at = (above + below) // 2 if found else min(len(places) - 1, 2 * at + 1)
+        return found
 
 
 def explain_least(front: Front, limits: Mapping[str, float]) -> str:
     """Return the error text for budgets that no plan keeps."""
-    useful = front.cosines > 0
-    least = [f"{kind} {show_least(kind, float(front.costs[kind][useful].min()))}" for kind in limits]
+    least = [f"{kind} {show_least(kind, front.find_least(kind))}" for kind in limits]
     asked = ", ".join(f"{kind} {show_amount(kind, limit)}" for kind, limit in limits.items())
     each = "each taken alone, " if len(least) > 1 else ""
     return f"no plan keeps to {asked}: {each}the smallest possible budget is {', '.join(least)}. Give more, or a smaller batch."
@@ -220,24 +242,41 @@ def show_least(kind: str, amount: float) -> str:
     return f"{int(amount)} B ({show_amount(kind, amount)})" if kind == MEMORY else show_amount(kind, 1.01 * amount)
 
 
-def find_costs(model: nn.Module, inputs: tuple[Tensor, ...], limits: Mapping[str, float]) -> dict[str, float]:
+def find_costs(
+    model: nn.Module, inputs: tuple[Tensor, ...], loss: StepLoss | None, limits: Mapping[str, float]
+) -> dict[str, float]:
     """Return what a model under a plan costs, of each resource with a limit, and the bytes that it holds."""
     # Shapes know nothing of autocast, under which activations are smaller, and copies of weights are held.
     find_bytes = measure_saved_bytes if torch.is_autocast_enabled(inputs[0].device.type) else predict_saved_bytes
-    costs = {MEMORY: float(find_bytes(model, *inputs))}
+    costs = {MEMORY: float(find_bytes(model, *inputs, loss=loss))}
     if FLOPS in limits:
-        step = predict_step(model, inputs, sum_outputs)
+        step = predict_step(model, inputs, loss or sum_outputs)
         costs[FLOPS] = float(step.count(FORWARD) + step.count(BACKWARD))
     if TIME in limits:
         with without_trace(model):
-            costs[TIME] = float(np.median([sum(time_step(model, inputs)) for _ in range(3)]))
+            costs[TIME] = float(np.median([sum(time_step(model, inputs, loss)) for _ in range(3)]))
     return costs
 
 
-def find_samples(model: nn.Module, sample: Any, batch: int | None) -> tuple[Sequence[Batch], tuple[Tensor, ...]]:
-    """Return the batches on which usefulness is measured, and the inputs of a training step."""
+def find_step_loss(model: nn.Module, inputs: tuple[Tensor, ...], loss: StepLoss) -> StepLoss | None:
+    """Return the loss of a training step if it can run on shapes alone; one that looks at values cannot."""
+    twin = remove_(copy_model(model)).train()
+    check_trainable(twin)
+    apply_(twin, Plan.all(Backward(patch=1)))  # for its batch norms: one image has no statistics
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore", ExitWarning)
+        try:
+            with explain_failure(inputs[0], "when it runs on shapes alone"):
+                predict_saved_bytes(twin, *inputs, loss=loss)
+        except InputError:  # what is wrong with it on values too, the survey says
+            return None
+    return loss
+
+
+def find_samples(model: nn.Module, sample: Any, batch: int | None) -> tuple[Sequence[Batch], tuple[Tensor, ...], Any]:
+    """Return the batches on which usefulness is measured, the inputs of a training step, and its targets."""
     if isinstance(sample, Tensor) and sample.dim() and len(sample):
-        pairs: list[Any] = [(sample, draw_targets(model, sample))]
+        pairs: list[Any] = [(sample, draw(model, sample))]
     elif is_pair(sample) and isinstance(sample[0], Tensor):
         pairs = [sample]
     else:
@@ -246,21 +285,30 @@ def find_samples(model: nn.Module, sample: Any, batch: int | None) -> tuple[Sequ
         raise InputError("the sample is no batch. Give images, a pair (images, targets), or a list of such pairs.")
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise InputError(f"batch is {batch!r}. Give the number of images of a training step, at least 1.")
-    images = pairs[0][0]
-    count = len(images) if batch is None else batch
-    inputs = images[torch.arange(count, device=images.device) % len(images)] if count != len(images) else images
+    images, labels = pairs[0]
+    inputs, targets = resize_batch(images, labels, batch)
     whole = any(not isinstance(y, Tensor) or len(y) != len(x) for x, y in pairs)  # targets that we cannot cut
-    return pairs if whole else [(x[:MOST_IMAGES], y[:MOST_IMAGES]) for x, y in pairs], (inputs,)
+    return pairs if whole else [(x[:MOST_IMAGES], y[:MOST_IMAGES]) for x, y in pairs], (inputs,), targets
 
 
-def draw_targets(model: nn.Module, images: Tensor) -> Tensor:
-    """Return a class for each image, drawn at random, always the same ones."""
-    twin = remove_(copy_model(model)).eval()
-    with explain_failure(images, "when it is asked for its classes"), on_shapes(twin) as (run, _), torch.no_grad():
-        logits = find_logits(run(to_meta(images)))
-    if logits.dim() != 2:
+def resize_batch(images: Tensor, targets: Any, batch: int | None) -> tuple[Tensor, Any]:
+    """Return a batch of another size: the first images with their targets, or all of them again and again."""
+    if batch is None or batch == len(images):
+        return images, targets
+    places = torch.arange(batch) % len(images)
+
+    def take(x: Tensor) -> Tensor:
+        return x[places.to(x.device)] if x.dim() and len(x) == len(images) else x
+
+    return take(images), tree_map_only(Tensor, take, targets)
+
+
+def draw(model: nn.Module, images: Tensor) -> Tensor:
+    """Return targets drawn at random; refuse a model whose output says nothing of them."""
+    shape = find_score_shape(remove_(copy_model(model)).eval(), images)
+    if shape is None:
         raise InputError(
-            f"the model gives an output of shape {list(logits.shape)}, for which no targets can be drawn. Give a pair (images, "
-            "targets), and a loss."
+            "the model gives no scores of classes, neither [N, classes] nor [N, classes, H, W], so that no targets can be "
+            "drawn. Give a pair (images, targets), and a loss."
         )
-    return torch.randint(logits.shape[1], (len(images),), generator=torch.Generator().manual_seed(0)).to(images.device)
+    return draw_targets(shape, images.device)

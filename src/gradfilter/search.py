@@ -50,6 +50,10 @@ class Front:
         places = np.flatnonzero(feasible & (self.cosines > 0))
         return places[np.argsort(-self.cosines[places], kind="stable")]
 
+    def find_least(self, resource: str) -> float:
+        """Return the least that a plan which is of any use costs."""
+        return float(self.costs[resource][self.cosines > 0].min())
+
     def find_bound(self, budgets: Mapping[str, float]) -> float:
         """Return a gain that no plan within the budgets can exceed: the least Lagrangian dual of all prices."""
         allowed = sum(self.prices[resource] * budget for resource, budget in budgets.items())

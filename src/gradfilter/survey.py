@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
-from gradfilter.fidelity import Batch, Loss, find_gradients, group, run_loss, take_gradients, without_trace
+from gradfilter.fidelity import Batch, find_gradients, group, run_loss, take_gradients, without_trace
 from gradfilter.keep import FULL, Keep
-from gradfilter.meter import BACKWARD, FORWARD, Saved, follow, predict_step
+from gradfilter.loss import Loss, StepLoss
+from gradfilter.meter import BACKWARD, FORWARD, LOSS, Saved, follow, predict_step, run_forward
 from gradfilter.options import Candidates, Kind, Several, Switch, stand_for
 from gradfilter.outputs import copy_model, explain_failure, sum_outputs
 from gradfilter.patches import Pair
@@ -109,6 +110,7 @@ def survey(
     inputs: tuple[Tensor, ...],
     resources: Sequence[str] = (MEMORY,),
     kinds: tuple[Kind, ...] = (FULL,),
+    step_loss: StepLoss | None = None,
     **options: Any,
 ) -> Survey:
     """Survey a model, which is left as it is.
@@ -120,6 +122,7 @@ def survey(
         inputs: What a training step is called with: costs are those of such a step. Meta tensors will do.
         resources: Which costs to find.
         kinds: The keeps to choose from, from the smallest to the largest.
+        step_loss: The loss of that training step, which has its costs, too; None where it is not to count.
         options: Of the plan, e.g. `batch_norm="train"`.
     """
     twin = remove_(copy_model(model)).train()
@@ -130,7 +133,7 @@ def survey(
         with explain_failure(inputs[0], "already without gradients"):
             layers = find_order(twin, inputs)
             families = find_families(twin, inputs)
-        trial = Trial(twin, layers, families, kinds, inputs, options)
+        trial = Trial(twin, layers, families, kinds, inputs, step_loss, options)
         result = measure_gains(trial, batches, loss)
         for resource in resources:
             result.costs[resource] = COSTS[resource](trial, result)
@@ -148,6 +151,7 @@ class Trial:
         families: What each does to a layer, from the coarsest to the finest, which is exact.
         kinds: The keeps to choose from.
         inputs: What a training step is called with.
+        loss: That of such a step; None where it does not count.
         options: Of the plan.
         candidates: By family and layer, what was found of the layer's input.
     """
@@ -157,8 +161,14 @@ class Trial:
     families: tuple[Backward, ...]
     kinds: tuple[Kind, ...]
     inputs: tuple[Tensor, ...]
+    loss: StepLoss | None
     options: dict[str, Any]
     candidates: list[dict[str, Candidates]] = field(default_factory=list)
+
+    def add_loss(self, costs: Mapping[str, int]) -> dict[str, float]:
+        """Return what layers cost, the last one with what the loss does: that depends on the resolution of its gradient."""
+        last = self.layers[-1]
+        return {**costs, last: costs.get(last, 0) + costs.get(LOSS, 0)}
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -265,10 +275,10 @@ def find_memory(trial: Trial, survey: Survey) -> Costs:
         with on_shapes(trial.model) as (forward, state), follow(trial.model) as places:
             saved = Saved(places)
             with saved:
-                outputs = forward(*inputs)
+                alive = run_forward(lambda: forward(*inputs), trial.loss, places)
             held = saved.count(state.values(), shared=False)
-        del outputs
-        return dict(held)
+        del alive
+        return trial.add_loss(held)
 
     like = [find_like(trial.kinds, place) for place in range(len(trial.kinds))]
     costs = find_costs(trial, survey, run, {place for place, other in enumerate(like) if place == other})
@@ -291,15 +301,16 @@ def find_like(kinds: Sequence[Kind], place: int) -> int:
 
 def find_flops(trial: Trial, survey: Survey) -> Costs:
     """Return the flops of each layer, backward and what it computes for that in forward; the least forward is the base."""
-    forward: list[dict[str, int]] = []
+    forward: list[dict[str, float]] = []
 
     def run(inputs: tuple[Tensor, ...]) -> dict[str, float]:
-        step = predict_step(trial.model, inputs, sum_outputs)
-        forward.append(step.flops[FORWARD])
-        return {layer: step.flops[FORWARD].get(layer, 0) + step.flops[BACKWARD].get(layer, 0) for layer in trial.layers}
+        step = predict_step(trial.model, inputs, trial.loss or sum_outputs)
+        flops = {part: trial.add_loss(step.flops[part]) for part in (FORWARD, BACKWARD)}
+        forward.append(flops[FORWARD])
+        return {layer: flops[FORWARD].get(layer, 0) + flops[BACKWARD].get(layer, 0) for layer in trial.layers}
 
     costs = find_costs(trial, survey, run, set(range(len(trial.kinds))))
-    least = {layer: min(flops.get(layer, 0) for flops in forward) for flops in forward for layer in flops}
+    least = {layer: min(flops.get(layer, 0) for flops in forward) for flops in forward for layer in flops if layer != LOSS}
     own = np.array([[least.get(layer, 0)] for layer in trial.layers])
     return Costs(costs.trained - own, costs.passed - own, float(sum(least.values())))
 
@@ -311,16 +322,16 @@ def find_time(trial: Trial, survey: Survey) -> Costs:
     for column in range(len(trial.columns)):
         trial.apply_option(survey, column)
         with without_trace(trial.model):
-            seconds[column] = np.min([time_step(trial.model, trial.inputs) for _ in range(3)], 0)
+            seconds[column] = np.min([time_step(trial.model, trial.inputs, trial.loss) for _ in range(3)], 0)
     costs.base = float(seconds[:, 0].min())
     rates = (seconds.sum(1) - costs.base) / np.maximum(costs.trained.sum(0), 1)
     return Costs(costs.trained * rates, costs.passed * rates, costs.base)
 
 
-def time_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, float]:
-    """Return the seconds of forward and of backward."""
+def time_step(model: nn.Module, inputs: tuple[Tensor, ...], loss: StepLoss | None) -> tuple[float, float]:
+    """Return the seconds of forward, with the loss, and of backward."""
     start = time.perf_counter()
-    value = sum_outputs(model(*inputs))
+    value = (loss or sum_outputs)(model(*inputs))
     middle = time.perf_counter()
     value.backward()
     end = time.perf_counter()

@@ -18,10 +18,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import apply_, find_applied, remove_
+from gradfilter.apply import apply_, remove_
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import freeze_statistics_, shake_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
+from gradfilter.hooks import find_applied
 from gradfilter.models.extras import import_extra
 from gradfilter.models.network import make_listed
 from gradfilter.models.weights import random_weights_from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,9 @@ METHODS = (
 IMAGES = (".jpg", ".jpeg", ".png")
 
 
-def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixels: int) -> Report:
+def measure(
+    data: Path, label: str, batch: int, batches: int, blocks: int, pixels: int, methods: Sequence[str] = METHODS
+) -> Report:
     """Return the cosine to the exact gradient by method, over several batches."""
     report = Report(
         f"fidelity-{label}",
@@ -38,7 +41,7 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
     files = find_images(data)
     classes = sorted({find_class(file) for file in files})
     generator = np.random.default_rng(0)
-    results: dict[str, list[tuple[float, float, float, float]]] = {method: [] for method in METHODS}
+    results: dict[str, list[tuple[float, float, float, float]]] = {method: [] for method in methods}
     for _ in range(batches):
         chosen = [files[i] for i in generator.permutation(len(files))[:batch]]
         images = torch.stack([load_image(file, pixels, find_models()[MODEL]) for file in chosen])
@@ -46,7 +49,7 @@ def measure(data: Path, label: str, batch: int, batches: int, blocks: int, pixel
         model = make_model(MODEL, weights="pretrained", classes=len(classes), generator=torch.Generator().manual_seed(0))
         exact = find_gradients(freeze_(model, make_plan(model, blocks, Backward())), (images, labels))
         kernels = [name for name, g in exact.items() if g.dim() == 4]
-        for method in METHODS:
+        for method in methods:
             apply_(model, make_plan(model, blocks, parse_backward(method)))
             gradients = find_gradients(model, (images, labels))
             held = measure_saved_bytes(model, images) / batch / 1e3

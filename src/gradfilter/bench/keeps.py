@@ -16,10 +16,11 @@ from gradfilter.apply import apply_, freeze_
 from gradfilter.bench.fidelity import find_class, find_images, load_image
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import EXACT, shake_
-from gradfilter.cost import Trial, make_score, make_sgd, measure_saved_bytes
+from gradfilter.cost import Trial, make_sgd, measure_saved_bytes
 from gradfilter.cost_table import Seconds
 from gradfilter.keep import HOSVD, SVD, Int8, Keep, State, Subspace
 from gradfilter.keep.tucker import unfold
+from gradfilter.loss import StepLoss
 from gradfilter.measure import find_time, median, take_turns
 from gradfilter.models import find_info, make_model
 from gradfilter.plan import Backward, Plan, find_last
@@ -128,7 +129,7 @@ def make_trial(network: nn.Module, depth: int, choices: Backward | None, images:
     else:
         apply_(twin, Plan.last(depth, choices))
     optimizer = make_sgd([p for p in twin.parameters() if p.requires_grad])
-    return Trial(twin, images, make_score(None, labels), optimizer)
+    return Trial(twin, images, StepLoss(None, labels), optimizer)
 
 
 def find_ratio(own: Sequence[Seconds], others: Sequence[Seconds], part: str) -> float:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from gradfilter.bench.setup import EXACT, INFERENCE, make_images
 from gradfilter.bench.sides import CHECKPOINTED, COMPILED, FOLDED, NotAvailableError, Side
-from gradfilter.cost import Trial, make_score, measure_saved_bytes
+from gradfilter.cost import Trial, measure_saved_bytes
 from gradfilter.cost_table import Seconds
 from gradfilter.environment import find_free_memory
 from gradfilter.errors import ExitWarning, GradFilterError
+from gradfilter.loss import StepLoss
 from gradfilter.measure import MOST_SHARE, find_time, measure_peak, take_turns
 from gradfilter.meter import BACKWARD, Meter, follow, predict_step
 from gradfilter.models import make_model
 from gradfilter.outputs import find_logits
-from gradfilter.shapes import to_meta
 from gradfilter.units import show_amount
 
 LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -51,7 +51,7 @@ class Found:
         times: Of each round.
         small: Of each round on a single image of `SMALL_SIDE`.
         backward_flops: Counted on shapes; None where nobody can.
-        saved_bytes: What autograd holds after forward; measured, or predicted where a step was not run.
+        saved_bytes: What autograd holds after forward and loss; measured, or predicted where a step was not run.
         peak_bytes: Most bytes that torch's allocator gives out at once in a step; None where it was not run.
         joules: Of a step; None where nothing counts them.
         resident_bytes: Most that a process has resident in a step above what it has before it; None where not measured.
@@ -95,7 +95,7 @@ class Stage:
         labels = None if self.labels is None else self.labels[: len(images)]
         trained = [p for p in model.parameters() if p.requires_grad]
         # At a learning rate of zero an update costs the same, and nothing can diverge.
-        return Trial(model, images, make_score(None, labels), torch.optim.SGD(trained, lr=0.0)).step
+        return Trial(model, images, StepLoss(None, labels), torch.optim.SGD(trained, lr=0.0)).step
 
 
 def infer(model: nn.Module, images: Tensor) -> Seconds:
@@ -184,23 +184,23 @@ def look(name: str, side: Side, stage: Stage, model: nn.Module, found: Found) ->
     if not side.trains:
         found.backward_flops = found.saved_bytes = 0
         return
+    loss = StepLoss(None, stage.labels)
     if name == CHECKPOINTED:  # what runs again in backward, runs with the model's own parameters: not on shapes
         found.backward_flops = count_backward(model, stage)
     elif name != COMPILED:
-        labels = None if stage.labels is None else to_meta(stage.labels)
-        step = predict_step(model, (stage.images,), make_score(None, labels))
+        step = predict_step(model, (stage.images,), loss)
         found.backward_flops, found.saved_bytes = step.count(BACKWARD), sum(step.saved_bytes.values())
         free = find_free_memory()
         if step.peak_bytes > MOST_SHARE * free:
             peak, rest = (show_amount("memory", size) for size in (step.peak_bytes, free))
             raise NotAvailableError(f"a step would take {peak} of the {rest} that are free, so it was not run")
-    found.saved_bytes = measure_saved_bytes(model, stage.images)
+    found.saved_bytes = measure_saved_bytes(model, stage.images, loss=loss)
 
 
 def count_backward(model: nn.Module, stage: Stage) -> int:
     """Return the flops of the backward pass of a real step."""
     with follow(model) as places, Meter(places) as meter:
-        make_score(None, stage.labels)(model(stage.images)).backward()
+        StepLoss(None, stage.labels)(model(stage.images)).backward()
     model.zero_grad()
     return sum(meter.flops[BACKWARD].values())
 

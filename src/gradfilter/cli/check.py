@@ -8,12 +8,13 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import Applied, apply_, find_applied, freeze_, remove_
+from gradfilter.apply import apply_, freeze_, remove_
 from gradfilter.bench.coverage import LARGEST_ERROR, measure_error
 from gradfilter.cli.common import add_model_and_plan, make_plan
 from gradfilter.cost import measure_saved_bytes
 from gradfilter.describe import describe
 from gradfilter.errors import ExitWarning, InputError
+from gradfilter.hooks import Applied, find_applied
 from gradfilter.models import find_info, make_model
 from gradfilter.outputs import explain_failure, find_outputs
 from gradfilter.plan import Plan
@@ -38,11 +39,11 @@ def make_parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> int:
     """Do as the options say."""
     plan = make_plan(args, tokens=args.tokens)
-    side = find_info(args.model).resolution if args.resolution is None else args.resolution
+    side = find_info(args.model, args.encoder).resolution if args.resolution is None else args.resolution
     if side < 1 or args.batch < 1:
         raise InputError(f"--resolution {side} --batch {args.batch} is no batch of images. Give whole numbers of at least 1.")
     images = torch.randn(args.batch, 3, side, side, generator=torch.Generator().manual_seed(0))
-    model = make_model(args.model).train()
+    model = make_model(args.model, encoder=args.encoder).train()
     exact_bytes, exact_gradients = run_exactly(model, plan, images)
     applied = get_applied(apply_(model, plan))
     with warnings.catch_warnings(), explain_failure(images, "under the plan, though not without it. Please report this"):
