@@ -8,10 +8,14 @@ from torch import nn
 
 import gradfilter as gf
 from gradfilter.accounting import count_as_paper
-from gradfilter.bench import paper
+from gradfilter.bench import paper, paper_segment
 from gradfilter.bench.__main__ import main
 from gradfilter.bench.paper import CIFAR, IMAGENET, NETS, UNITS, count, read
+from gradfilter.bench.report import Report
 from gradfilter.errors import InputError
+from gradfilter.models import make_model
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
+from gradfilter.plan import resolve
 from helpers_safety import make_net
 
 
@@ -94,7 +98,41 @@ def test_the_benchmark_says_how_far_off_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(paper, "IMAGENET", ())
     monkeypatch.setattr(paper, "CIFAR", (row,))
     monkeypatch.setattr(paper, "NETS", {row.net: NETS[row.net]})
+    monkeypatch.setattr(paper_segment, "measure", lambda: Report("none", "", "", ("a",)))
     assert main(["--save", str(tmp_path), "paper"]) == 0
     (found,) = json.loads((tmp_path / "paper-accounting.json").read_text())["rows"]
     assert (found["FLOPs published"], found["FLOPs ours"], found["FLOPs difference %"]) == ("0.30M", "0.30M", "+0.86")
     assert "| ResNet18, CIFAR-10 |" in capsys.readouterr().out
+
+
+DIFFER = {
+    "PSPNet-R18": [(10, True)],
+    "FCN-R18": [(10, False), (10, True)],
+    "DeepLabV3-R18": [(0, False), (10, False), (10, True)],
+    "UPerNet-R18": [(0, False), (5, False), (10, False), (5, True), (10, True)],
+}
+"""What of the table of segmentation does not come out: layers, and whether filtered. The benchmark says why."""
+
+
+@pytest.mark.parametrize("name", paper_segment.NETS)
+def test_flops_of_segmentation_are_the_papers(name):
+    declare_torchvision_ops()
+    pytest.importorskip("segmentation_models_pytorch")
+    net = paper_segment.NETS[name]
+    model = make_model(net[0], encoder=net[1])
+    for column, published in paper_segment.find_columns(name):
+        ours = paper_segment.count(model, net, column) / paper_segment.GIGA
+        digit = 10.0 ** -len(published.partition(".")[2])
+        is_close = abs(ours - float(published)) < max(0.0015 * float(published), digit)
+        assert is_close == (tuple(column)[:2] not in DIFFER.get(name, [])), (column, published, ours)
+
+
+@pytest.mark.parametrize("name", paper_segment.NETS)
+@pytest.mark.parametrize("layers", [5, 10])
+def test_so_many_layers_are_trained(name, layers):
+    declare_torchvision_ops()
+    pytest.importorskip("segmentation_models_pytorch")
+    net = paper_segment.NETS[name]
+    found = resolve(paper_segment.make_plan(net, paper_segment.Column(layers, True)), make_model(net[0], encoder=net[1]))
+    trained = len(found.convs) - 1  # the classifier does not count
+    assert trained == (9 if (name, layers) == ("PSPNet-R18", 10) else layers)

@@ -19,6 +19,8 @@ SHORT, LONG = "cifar10-mcunet-hosvd0.8", "cifar10-mcunet-last4-hosvd0.8"
 
 def test_every_preset_is_valid_and_is_named_as_it_is_set():
     for name, preset in PRESETS.items():
+        if preset.settings.get("task") == "segment":
+            continue
         settings = Settings(**preset.settings)
         assert isinstance(settings.make_plan(), Plan)
         assert settings.model in find_models()
@@ -44,6 +46,8 @@ def test_how_many_there_are():
         "cifar100": cifar,
         **dict.fromkeys(("cub200", "flowers102", "pets"), others),
         "imagenet": others + models,
+        "cityscapes": 6,
+        "voc12aug": 6 * (2 + 2 * 3),
     }
 
 
@@ -112,7 +116,11 @@ def test_published_accuracy(name, accuracy, paper):
 
 
 def test_only_exact_backprop_and_the_papers_own_methods_have_published_accuracies():
-    methods = Counter(name.split("-")[-1] for name, preset in PRESETS.items() if preset.published and name != SHORT)
+    methods = Counter(
+        name.split("-")[-1]
+        for name, preset in PRESETS.items()
+        if preset.published and name != SHORT and not name.startswith("voc12aug")
+    )
     # CIFAR: 4 rows of 4; ImageNet: 4 of 3 and 2; the other paper: 2 models, 4 sets, of 3 and 2.
     assert methods == {"exact": 16 + 12 + 24, "lumped2": 16 + 8 + 16, "lumped4": 16, "lumped7": 16 + 16, "hosvd0.8": 16}
 
@@ -144,9 +152,70 @@ def test_unknown_preset_names_near_ones_and_the_grammar():
         ("pets-mobilenetv2-all-exact", "pretrained"),
         ("imagenet-mcunet-pretrain", "random"),
         ("imagenet-resnet18-last2-lumped2", "of imagenet-resnet18-pretrain"),
+        ("voc12aug-fcn-resnet18-last5-lift", "of voc12aug-fcn-resnet18-calibrated"),
     ],
 )
 def test_the_list_tells_where_weights_come_from(capsys, name, weights):
     assert main(["presets", name]) == 0
     *_, row = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in row.split("|")[1:3]] == [name, weights]
+
+
+NETS = (
+    "pspnet-resnet18",
+    "pspnet-mobilenetv2",
+    "fcn-resnet18",
+    "deeplabv3-resnet18",
+    "deeplabv3-mobilenetv2",
+    "upernet-resnet18",
+)
+COLUMNS = ("calibrated", "all-exact", *(f"last{n}-{method}" for n in (5, 10) for method in ("exact", "lift", "lumped")))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_segmentation_recipes(net):
+    pretrain = Settings(**get_preset(f"cityscapes-{net}-pretrain"))
+    assert (pretrain.data, pretrain.plan, pretrain.exact, pretrain.auxiliary) == ("cityscapes", "all", True, 0.4)
+    before = pretrain
+    for column in COLUMNS:
+        settings = Settings(**get_preset(f"voc12aug-{net}-{column}"))
+        assert (settings.task, settings.data, settings.model, settings.encoder) == (
+            "segment",
+            "voc12aug",
+            before.model,
+            before.encoder,
+        )
+        assert (settings.optimizer, settings.lr, settings.momentum, settings.weight_decay) == ("sgd", 0.01, 0.9, 5e-4)
+        assert (settings.batch, settings.resolution, settings.schedule) == (8, 512, "poly")
+        assert abs(settings.epochs * 10582 / settings.batch - 20_000) < 10582 / settings.batch / 2  # the nearest there is
+        assert settings.weights == f"{before.folder}/best.safetensors"
+        assert settings.auxiliary == (0.4 if column == "all-exact" else 0)
+        before = settings if column == "calibrated" else before
+        if column.startswith("last"):
+            assert settings.exact == column.endswith("exact")
+            kernels = {backward.kernel for backward in settings.make_plan().layers.values()}
+            assert kernels == {"lumped" if column.endswith("lumped") else "lift"}
+
+
+def test_patch_sizes_of_segmentation():
+    plan = Settings(**get_preset("voc12aug-upernet-resnet18-last5-lumped")).make_plan()
+    sizes = {name: backward.patch for name, backward in plan.layers.items()}
+    assert sorted(map(str, sizes.values())) == list("224888")  # and the classifier
+    assert sizes["segmentation_head"] == sizes["decoder.fuse"] == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("voc12aug-pspnet-resnet18-last5-lumped", (39.34, 51.86)),
+        ("voc12aug-upernet-resnet18-all-exact", (64.88, 77.13)),
+        ("voc12aug-deeplabv3-mobilenetv2-calibrated", (21.96, 36.15)),
+        ("voc12aug-fcn-resnet18-last10-exact", (43.87, 57.58)),
+    ],
+)
+def test_published_mean_iou(name, published, capsys):
+    found = PRESETS[name].published
+    assert found is not None
+    assert (found.accuracy, found.class_accuracy) == published
+    assert main(["presets", name]) == 0
+    assert "mIoU {:.2f}, mAcc {:.2f}".format(*published) in capsys.readouterr().out

@@ -9,15 +9,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradfilter.bench import accuracy, approximation, cache, coverage, fidelity, keeps, layers, paper, planner, profile
+from gradfilter.bench import (
+    accuracy,
+    approximation,
+    cache,
+    coverage,
+    fidelity,
+    keeps,
+    layers,
+    paper,
+    paper_segment,
+    planner,
+    profile,
+    segment,
+)
 from gradfilter.errors import GradFilterError
 
 HELP = {
-    "data": "a folder of images, a folder per class; for accuracy with train and test",
+    "data": "a folder of images, a folder per class; for accuracy with train and test, or with masks for --task segment",
     "label": "what to call them in the report",
     "model": "any name that gradfilter.models.make_model takes",
     "weights": "a weight file, 'pretrained' or 'random'",
-    "plan": "all, head, last2, last4, …",
+    "plan": "all, head, decoder, last2, last4, …",
     "images": "train on so many images",
 }
 """What several benchmarks take."""
@@ -43,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     sub = add(commands, "fidelity", data=True, batch=32, pixels=224)
     sub.add_argument("--batches", type=int, default=4)
     sub.add_argument("--blocks", type=int, default=9)
+    sub = add(commands, "segment", data=True, batch=2, batches=2, pixels=256, steps=20)
+    sub.add_argument("--only", default="", metavar="TEXT", help="networks whose names hold this, e.g. R18")
     sub = add(commands, "planner", data=True, model="efficientnet-lite0", weights="pretrained", batch=8, pixels=224)
     sub.add_argument("--batches", type=int, default=3)
     add(commands, "approximation", data=True, batch=32, pixels=224)
@@ -51,7 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--sample", type=int, metavar="N", help="measure only N rows, evenly spaced")
     commands.add_parser("paper", help="the gradient-filtering paper's FLOPs and memory columns, regenerated")
     trained = {"data": True, "model": "mcunet-in3", "weights": "pretrained", "plan": "last4"}
-    sub = add(commands, "accuracy", **trained, images=None, batch=64)
+    sub = add(commands, "accuracy", **trained, images=None, batch=64, pixels=None)
+    sub.add_argument("--task", choices=("classify", "segment"), default="classify", help="a label for each image, or pixel")
+    sub.add_argument("--start", default="ImageNet", metavar="TEXT", help="what the weights were trained on, for the title")
+    sub.add_argument("--optimizer", choices=tuple(accuracy.OPTIMIZERS), default="sgd")
     sub.add_argument("--epochs", type=int, default=3)
     sub.add_argument("--lr", type=float, default=0.02)
     sub.add_argument("--head-lr", type=float, default=0.02, help="learning rate where the classifier alone is trained")
@@ -69,9 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
-            depth = accuracy.Depth(
-                args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.head_lr, args.calibrate
-            )
+            learnt = args.calibrate, args.task, args.pixels, args.optimizer, args.start
+            depth = accuracy.Depth(args.plan, args.images, args.epochs, args.lr, args.batch, args.cache, args.head_lr, *learnt)
             runs = depth, args.seeds, args.work, args.methods
             reports = [accuracy.measure(args.data, args.label, args.model, args.weights, *runs)]
         elif args.command == "cache":
@@ -80,6 +97,9 @@ def main(argv: list[str] | None = None) -> int:
             reports = [cache.measure(dataclasses.replace(settings, **changes), args.label, args.rounds)]
         elif args.command == "fidelity":
             reports = [fidelity.measure(args.data, args.label, args.batch, args.batches, args.blocks, args.pixels)]
+        elif args.command == "segment":
+            figures = args.batch, args.batches, args.pixels, args.steps
+            reports = [segment.measure(args.data, args.label, *figures, args.only)]
         elif args.command == "approximation":
             reports = [approximation.measure(args.data, args.label, args.batch, args.pixels)]
         elif args.command == "planner":
@@ -96,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "layers":
             reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
         else:
-            reports = [paper.measure()]
+            reports = [paper.measure(), paper_segment.measure()]
     except GradFilterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gradfilter.errors import SettingsError
+from gradfilter.models import join_encoder
 from gradfilter.models.network import find_entry
 from gradfilter.table import align
 from gradfilter.train.presets import Preset, find_presets
@@ -21,7 +22,7 @@ def run(argv: list[str]) -> int:
     if not found:
         raise SettingsError(f"no preset matches {args.pattern!r}. 'gradfilter presets' lists them all.")
     nothing = ("–", "–")
-    published = [(f"{p.published.accuracy:.1f} %", p.published.paper) if p.published else nothing for p in found]
+    published = [(str(p.published), p.published.paper) if p.published else nothing for p in found]
     rows = [(p.name, describe_weights(p), *result) for p, result in zip(found, published, strict=True)]
     print("\n".join(align(("preset", "weights", "published accuracy", "paper"), rows)))
     return 0
@@ -30,6 +31,7 @@ def run(argv: list[str]) -> int:
 def describe_weights(preset: Preset) -> str:
     """Return where a recipe's weights come from: where no package or hub carries them, the user has to give a file."""
     weights = str(preset.settings["weights"])
-    if weights == "pretrained" and not find_entry(preset.settings["model"]).is_carried:
+    model = join_encoder(preset.settings["model"], preset.settings.get("encoder"))
+    if weights == "pretrained" and not find_entry(model).is_carried:
         return "give --weights FILE"
     return weights if weights in ("pretrained", "random") else f"of {Path(weights).parent.name}"

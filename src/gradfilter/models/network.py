@@ -21,7 +21,7 @@ from gradfilter.models.registry import (
     find_registered,
     pair_plainly,
 )
-from gradfilter.models.segmenters import DEFAULT_ENCODER, find_decoder, make_segmenter_entry
+from gradfilter.models.segmenters import find_decoder, make_segmenter_entry, split_name
 
 PACKAGES = ("torchvision", "timm")
 """Where a bare name is looked up after ours, in this order: a name that both have is torchvision's."""
@@ -39,10 +39,9 @@ def find_entry(name: str) -> Entry:
     registered = find_registered(name)
     if registered is not None:
         return registered
-    decoder, _, encoder = name.partition("/")
+    decoder, encoder, auxiliary = split_name(name)
     if kind := find_decoder(decoder):
-        encoder = encoder or DEFAULT_ENCODER
-        return make_segmenter_entry(name, kind, encoder, find_classifier(encoder))
+        return make_segmenter_entry(name, kind, encoder, find_classifier(encoder), auxiliary)
     package, bare = find_package(name)
     return make_timm_entry(name, bare) if package == "timm" else make_torchvision_entry(name, bare)
 

@@ -1,11 +1,13 @@
 """The recipes of the papers as named presets, all from the tables of this file.
 
 A name is `{data}-{model}-{layers}-{method}`, as in "cifar10-mcunet-last4-patch2"; "cifar10-mcunet-hosvd0.8" is a short one.
+Segmentation has a decoder and an encoder for a model, as in "voc12aug-pspnet-resnet18-last5-lumped".
 The papers are GF, "Efficient On-device Training via Gradient Filtering" (CVPR 2023, arXiv 2301.00330), and HOSVD, "Activation
 Map Compression through Tensor Decomposition" (NeurIPS 2024, arXiv 2411.06346).
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradfilter.errors import SettingsError
+from gradfilter.models.papers import find_patches
 
 _HALF = (0.5, 0.5, 0.5)
 
@@ -79,6 +82,41 @@ _METHODS: dict[str, dict[str, Any]] = {
         for kind, energy in (("hosvd", 0.8), ("hosvd", 0.9), ("svd", 0.8))
     },
 }
+# 20,000 steps of 8 images are 15 epochs of the 10,582 images of VOC12Aug, and 54 of the 2,975 of Cityscapes. Ours where the
+# paper is silent: the schedule, no clipping. Only where the whole encoder is trained does the auxiliary head do anything.
+_SEGMENT = {
+    "task": "segment",
+    "data": "voc12aug",
+    "resolution": 512,
+    "augment": "standard",
+    "epochs": 15,
+    "warmup": 0,
+    "batch": 8,
+    "schedule": "poly",
+    "clip": 0.0,
+    "batch_norm": "eval",
+    "optimizer": "sgd",
+    "lr": 0.01,
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "seed": 0,
+}
+_WHOLE = {"plan": "all", "exact": True, "auxiliary": 0.4}
+# The long side of Cityscapes' images, of 512×1024 pixels here, is the resolution.
+_CITYSCAPES = {**_SEGMENT, **_WHOLE, "data": "cityscapes", "resolution": 1024, "epochs": 54, "batch_norm": "train"}
+_SEGMENTERS = {
+    "pspnet-resnet18": ("PaperPSPNet", "resnet18"),
+    "pspnet-mobilenetv2": ("PaperPSPNet", "mobilenet_v2"),
+    "fcn-resnet18": ("PaperFCN", "resnet18"),
+    "deeplabv3-resnet18": ("PaperDeepLabV3", "resnet18"),
+    "deeplabv3-mobilenetv2": ("PaperDeepLabV3", "mobilenet_v2"),
+    "upernet-resnet18": ("PaperUPerNet", "resnet18"),
+}
+_SEGMENT_METHODS: dict[str, dict[str, Any]] = {
+    "exact": {"exact": True},
+    "lift": {"kernel": "lift"},
+    "lumped": {"kernel": "lumped"},  # the paper's own filter
+}
 _SHORT = {"cifar10-mcunet-hosvd0.8": "cifar10-mcunet-last4-hosvd0.8"}
 """Shorter names: the HOSVD paper's own example."""
 
@@ -142,14 +180,36 @@ _PUBLISHED = """
     HOSVD cifar10    mcunet      lumped7  last2 70.9 last4 78.4
     HOSVD cifar10    mcunet      hosvd0.8 last2 65.5 last4 77.3
 """
+# GF: mIoU and mAcc in percent after the classifier is calibrated, exact with all layers, with 5, with 10, filtered 5, 10.
+_PUBLISHED_MASKS = """
+    pspnet-resnet18       12.86 19.74 55.01 68.02 39.54 51.86 53.15 67.10 39.34 51.86 50.88 64.73
+    pspnet-mobilenetv2    14.20 20.46 48.48 61.48 36.35 47.09 46.01 58.70 36.14 46.86 44.90 57.50
+    fcn-resnet18          10.95 15.69 45.22 58.80 27.41 37.90 43.87 57.58 27.42 37.88 36.30 48.82
+    deeplabv3-resnet18    13.95 20.62 58.32 71.72 40.85 53.16 54.65 68.64 33.09 44.33 47.11 60.28
+    deeplabv3-mobilenetv2 21.96 36.15 55.66 68.95 38.21 49.35 47.95 61.49 35.47 46.35 45.53 58.99
+    upernet-resnet18      14.71 21.82 64.88 77.13 47.93 61.67 48.83 63.02 47.04 60.44 48.00 62.07
+"""
+_MASK_COLUMNS = ("calibrated", "all-exact", "last5-exact", "last10-exact", "last5-lumped", "last10-lumped")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper reports: the accuracy in percent, and which paper."""
+    """What a paper reports.
+
+    Attributes:
+        accuracy: In percent; of segmentation the mIoU.
+        paper: Which paper.
+        class_accuracy: The mean over classes, mAcc, in percent; of segmentation alone.
+    """
 
     accuracy: float
     paper: str
+    class_accuracy: float | None = None
+
+    def __str__(self) -> str:
+        if self.class_accuracy is None:
+            return f"{self.accuracy:.1f} %"
+        return f"mIoU {self.accuracy:.2f}, mAcc {self.class_accuracy:.2f}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +247,9 @@ def get_preset(name: str) -> dict[str, Any]:
     raise SettingsError(
         f"No preset is named {name!r}. {hint}Names are DATA-MODEL-LAYERS-METHOD, imagenet-MODEL-pretrain, and "
         f"{', '.join(_SHORT)}. DATA: {data}. MODEL: {models}. LAYERS: "
-        f"{', '.join(_CIFAR_LAYERS)}; for all but CIFAR {', '.join(_OTHER_LAYERS)}. METHOD: {methods}."
+        f"{', '.join(_CIFAR_LAYERS)}; for all but CIFAR {', '.join(_OTHER_LAYERS)}. METHOD: {methods}. Of segmentation: "
+        f"voc12aug-NET-last5-METHOD, -last10-METHOD, -all-exact, -calibrated and cityscapes-NET-pretrain. NET: "
+        f"{', '.join(_SEGMENTERS)}. METHOD: {', '.join(_SEGMENT_METHODS)}."
     )
 
 
@@ -201,6 +263,7 @@ def _make_presets() -> Mapping[str, Preset]:
             weights = {"weights": f"{_pretrain_folder(model)}/best.safetensors"} if data == "imagenet" else {}
             settings = {"data": data, "model": _MODELS[model], "plan": plan, **recipe, **weights, **_METHODS[method]}
             presets.append(Preset(name, MappingProxyType(settings), published.get(name)))
+    presets += [preset for net in _SEGMENTERS for preset in _make_segmenters(net)]
     named = {preset.name: preset for preset in presets}
     named |= {short: replace(named[name], name=short) for short, name in _SHORT.items()}
     return MappingProxyType(named)
@@ -209,6 +272,27 @@ def _make_presets() -> Mapping[str, Preset]:
 def _make_pretrain(model: str) -> Preset:
     settings = {"data": "imagenet", "model": _MODELS[model], **_PRETRAIN, "out": _pretrain_folder(model)}
     return Preset(f"imagenet-{model}-pretrain", MappingProxyType(settings))
+
+
+def _make_segmenters(net: str) -> list[Preset]:
+    """Return the recipes of a network: trained on Cityscapes, its classifier calibrated for VOC12Aug, then fine-tuned there."""
+    decoder, encoder = _SEGMENTERS[net]
+    before, calibrated = f"cityscapes-{net}-pretrain", f"voc12aug-{net}-calibrated"
+    start = {"model": decoder, "encoder": encoder, "weights": f"runs/{calibrated}/best.safetensors"}
+    found = {
+        before: {**_CITYSCAPES, **start, "weights": "pretrained"},
+        calibrated: {**_SEGMENT, **start, "weights": f"runs/{before}/best.safetensors", "plan": "head", "exact": True},
+        f"voc12aug-{net}-all-exact": {**_SEGMENT, **start, **_WHOLE},
+    }
+    for layers, (method, choices) in product((5, 10), _SEGMENT_METHODS.items()):
+        patches = {name: {"patch": patch} for name, patch in find_patches(decoder, encoder, layers).items()}
+        plan = {"plan": json.dumps({"layers": patches})}
+        found[f"voc12aug-{net}-last{layers}-{method}"] = {**_SEGMENT, **start, **plan, **choices}
+    published = _read_published_masks()
+    return [
+        Preset(name, MappingProxyType({**settings, "out": f"runs/{name}"}), published.get(name))
+        for name, settings in found.items()
+    ]
 
 
 def _pretrain_folder(model: str) -> str:
@@ -221,4 +305,14 @@ def _read_published() -> dict[str, Published]:
         paper, data, model, method, *cells = line.split()
         for layers, accuracy in zip(cells[::2], cells[1::2], strict=True):
             found[f"{data}-{model}-{layers}-{method}"] = Published(float(accuracy), _PAPERS[paper])
+    return found
+
+
+def _read_published_masks() -> dict[str, Published]:
+    found = {}
+    for line in _PUBLISHED_MASKS.strip().splitlines():
+        net, *cells = line.split()
+        numbers = [float(cell) for cell in cells]
+        for column, mean_iou, class_accuracy in zip(_MASK_COLUMNS, numbers[::2], numbers[1::2], strict=True):
+            found[f"voc12aug-{net}-{column}"] = Published(mean_iou, _PAPERS["GF"], class_accuracy)
     return found
