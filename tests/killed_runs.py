@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def check_folder(folder: Path, counts: Counter[str]) -> None:
         assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(folder)
     if (folder / "metrics.csv").exists():
         rows = list(csv.reader((folder / "metrics.csv").read_text().splitlines()))
-        assert {len(row) for row in rows} == {8}
+        assert {len(row) for row in rows} == {len(fields(Epoch))}
     if (folder / "results.json").exists():
         Results.from_dict(json.loads((folder / "results.json").read_text()))
     drafts = {path.name.split(".")[-2] for path in folder.rglob(".*.tmp")}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from gradfilter.report import Cost, Epoch, Layer, Results, Sample
+from gradfilter.report import Cost, Epoch, Layer, MaskSample, Results, Sample
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SCRIPT = "<script>alert(1)</script>"
@@ -95,6 +95,33 @@ def make_samples(results, right=8, wrong=8, size=(96, 96), seed=0) -> list[Sampl
         pixels = np.kron(random.integers(0, 256, (8, 8, 3)), np.ones((12, 12, 1))).astype(np.uint8)
         name = f"{results.classes[label]}/IMG_{2000 + index}.jpg"
         samples.append(Sample(name, label, predicted, float(random.uniform(0.4, 1)), Image.fromarray(pixels).resize(size)))
+    return samples
+
+
+def make_street(classes=("sky", "road", "car", "never seen"), seed=0) -> Results:
+    """Return plausible results of a run that labels pixels."""
+    results = make_results(classes, seed=seed)
+    confusion = np.asarray(results.confusion) * 1000
+    confusion[:, -1] = confusion[-1] = 0
+    settings = {**results.settings, "task": "segment"}
+    return replace(results, confusion=tuple(map(tuple, confusion.tolist())), settings=settings, held_out=101)
+
+
+RANKS = ("worst", "lower quartile", "median", "upper quartile", "best")
+
+
+def make_scenes(results, ranks=RANKS, size=(96, 72)) -> list[MaskSample]:
+    """Return images of stripes, of which some are labelled wrongly and some do not count."""
+    width, height = size
+    labels = np.tile(np.arange(width) * (len(results.classes) - 1) // width, (height, 1)).astype(np.uint8)
+    truth = labels.copy()
+    truth[: height // 8] = 255
+    samples = []
+    for number, rank in enumerate(ranks):
+        said = np.roll(labels, 4 * (len(ranks) - number), axis=1)
+        pixels = np.stack([80 + 20 * labels] * 3, -1).astype(np.uint8)
+        pictures = [Image.fromarray(array) for array in (pixels, truth, said)]
+        samples.append(MaskSample(f"val/images/{number:04}.png", rank, 0.2 * number, *pictures))
     return samples
 
 

@@ -241,7 +241,7 @@ def test_the_size_is_told_before_anything_is_written(tmp_path):
     ((text, files),) = seen
     size = sum(file.stat().st_size for file in tmp_path.glob("cache/*.bin"))
     assert files == []
-    assert size == count_bytes(feed.records[BATCH], COUNT)
+    assert size == count_bytes(feed.records[BATCH].cut, COUNT)
     assert f"{COUNT} rows of {size / COUNT / 1e3:.1f} kB, {size / 1e6:.1f} MB on disk" in text
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gradfilter as gf
+from gradfilter.cost_table import show_bytes
 from gradfilter.tensor import RULES
 from helpers_safety import Run, applied, assert_close, gradients, make_net, plain
 
@@ -84,3 +85,15 @@ def test_a_custom_op_with_a_rule_of_its_own_is_no_exit(call):
     model = applied(net, gf.Backward(patch=2))
     gradients(model)  # an exit would warn, and a warning is an error here
     assert "region: stem.0 to block2.conv2 (6 layers)" in gf.describe(model)
+
+
+def test_the_bytes_of_a_loss_are_those_of_cost():
+    table = (
+        (DOCS / "rules.md").read_text(encoding="utf-8").split("| loss of every pixel | kept |\n|---|---|\n")[1].split("\n\n")[0]
+    )
+    said = [row.split("|")[2].strip() for row in table.splitlines()]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 12, 1), torch.nn.Upsample(scale_factor=8, mode="bilinear")).train()
+    images = torch.empty(4, 3, 45, 60, device="meta")
+    found = [gf.cost(gf.apply_(model, gf.Plan.all(gf.Backward(patch=patch))), images) for patch in (4, 1)]
+    sides = [*(one.plan for one in found), found[0].exact]
+    assert said == [show_bytes(side.layers["(loss)"].saved_bytes) for side in sides]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,7 +20,8 @@ from gradfilter.errors import GradFilterError, MissingExtraError
 from gradfilter.models import make_model
 from gradfilter.models.extras import import_extra
 from gradfilter.report import Layer, ReportError, Results, ResultsError, text, write_report
-from gradfilter.report.figures import find_frontier, kind_of
+from gradfilter.report.colours import IGNORED, WRONG, find_colours, paint, paint_differences, to_hex
+from gradfilter.report.figures import draw_loss, find_frontier, kind_of
 from gradfilter.report.headline import make_headline
 from gradfilter.report.loading import make_loading_code
 from gradfilter.report.page import make_page
@@ -27,7 +29,8 @@ from gradfilter.report.picture import make_picture
 from gradfilter.report.samples import choose_samples, to_thumbnail
 from gradfilter.report.style import LIGHT, drawing, make_figure
 from gradfilter.report.svg import to_svg
-from report_examples import SCRIPT, make_layers, make_results, make_samples, with_losses
+from gradfilter.scores import find_ious
+from report_examples import RANKS, SCRIPT, make_layers, make_results, make_samples, make_scenes, make_street, with_losses
 
 NAN, INF = math.nan, math.inf
 RESULTS = make_results()
@@ -41,6 +44,8 @@ COST = RESULTS.cost
 assert COST is not None
 TWO = make_results(classes=("cat", "dog"), epochs=1)
 MANY = make_results(classes=[f"breed {i}" for i in range(37)])
+STREET = make_street()
+ROOMS = make_street([f"thing {i}" for i in range(150)])
 STRANGE = replace(make_results(classes=ODD), data="nested/" * 40)
 
 CASES = {
@@ -53,6 +58,8 @@ CASES = {
     "some losses not finite, none right": (with_losses(RESULTS, NAN, INF, NAN), make_samples(RESULTS, right=0)),
     "no loss finite, nothing trained": (with_losses(replace(RESULTS, layers=make_layers(5, 0)), *[NAN] * 12), []),
     "losses that explode, all trained": (with_losses(replace(RESULTS, layers=make_layers(20, 20)), 40.0, 4e7), []),
+    "pixels": (STREET, make_scenes(STREET)),
+    "pixels of 150 classes, one small image": (ROOMS, make_scenes(ROOMS, ["best"], (20, 14))),
     "no layers, nothing held out": (replace(RESULTS, layers=(), val_counts=(0,) * 10, confusion=((0,) * 10,) * 10), []),
 }
 
@@ -406,3 +413,59 @@ def test_the_interval_is_wilsons():
     for end in (middle - half, middle + half):
         assert abs(share - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / count), rel=1e-9)
     assert math.isnan(text.half_interval(0.5, 0))
+
+
+def test_pictures_of_labels_come_with_a_legend_of_what_is_seen():
+    page = make_page(*CASES["pixels"])
+    words = " ".join(Checker(page).words).replace("\N{NO-BREAK SPACE}", " ")
+    assert re.findall(r"<b>([a-z ]+)</b> mIoU", page) == list(RANKS)
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', page)
+    assert legend is not None
+    assert re.findall(r"</i>(.*?)</li>", legend[1]) == ["sky", "road", "car", "does not count", "labelled wrongly"]
+    for index in range(3):
+        assert page.count(to_hex(find_colours(4)[index])) == 2  # in the legend and in the table of classes
+    for text_ in ("mAcc ", "Pixel accuracy is ", "on 101 held-out images", "IoU on the held-out images"):
+        assert text_ in words, text_
+
+
+def test_scores_by_class_are_ious():
+    page = make_page(*CASES["pixels"])
+    section = page[page.index('<section id="classes">') :]
+    ious = find_ious(STREET.confusion)
+    order = [*np.argsort(ious[:3]), 3]
+    assert re.findall(r'</i>([a-z ]+)</th><td><span class="bar">', section) == [STREET.classes[index] for index in order]
+    for index in range(3):
+        assert f"{100 * ious[index]:.1f}" in section
+
+
+def test_pictures_show_labels_and_what_is_wrong():
+    truth, said = np.array([[0, 1], [255, 1]], np.uint8), np.array([[0, 0], [1, 1]], np.uint8)
+    image = Image.new("RGB", (2, 2), (100, 100, 100))
+    assert np.asarray(paint(truth, 2)).tolist() == [
+        [find_colours(2)[0].tolist(), find_colours(2)[1].tolist()],
+        [list(IGNORED), find_colours(2)[1].tolist()],
+    ]
+    grey = [178, 178, 178]
+    assert np.asarray(paint_differences(image, truth, said, 255)).tolist() == [[grey, list(WRONG)], [list(IGNORED), grey]]
+
+
+def test_colours_of_classes_differ_and_stay():
+    colours = find_colours(256)
+    assert len({tuple(colour) for colour in colours.tolist()}) == 256
+    assert np.array_equal(find_colours(12), colours[:12])
+    shown = [*colours[:20].tolist(), list(IGNORED)]
+    assert min(np.linalg.norm(np.subtract(a, b)) for i, a in enumerate(shown) for b in shown[:i]) > 40
+
+
+def test_epochs_without_a_judgement_are_no_numbers_that_went_wrong():
+    some = tuple(e if e.epoch % 4 == 0 else replace(e, val_loss=NAN, val_accuracy=NAN) for e in RESULTS.history)
+    assert count_hatched(replace(RESULTS, history=some)) == 0
+    assert count_hatched(with_losses(replace(RESULTS, history=some), NAN, INF, NAN)) == 3
+
+
+def count_hatched(results):
+    """Count the epochs that the picture of losses marks as not finite."""
+    with drawing():
+        axes = make_figure(4, 3).subplots()
+        draw_loss(axes, results)
+        return sum(bool(patch.get_hatch()) for patch in axes.patches)

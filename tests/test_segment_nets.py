@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfilter as gf
-from gradfilter.apply import find_applied
 from gradfilter.cost import count_saved
+from gradfilter.hooks import find_applied
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 from gradfilter.shapes import on_shapes, to_meta
 from helpers_safety import applied, assert_close, assert_differ, find_unexpected, grads_of, make_images, plain, seeded

@@ -13,7 +13,7 @@ from data_folders import write_image
 from gradfilter.cli import COMMANDS, main
 from gradfilter.errors import CheckpointError, DataError
 from gradfilter.train import Settings, train
-from gradfilter.train.use import Classifier, find_image_files
+from gradfilter.train.use import Trained, find_image_files
 
 COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 40), "red": (230, 30, 20)}
 
@@ -96,7 +96,7 @@ def test_eval_refuses_images_of_other_classes(run, tmp_path, capsys):
     assert main(["eval", str(run), "--data", str(tmp_path / "other")]) == 2
     text = capsys.readouterr().err
     assert "only in other: yellow" in text
-    assert "only in the classifier: blue, green" in text
+    assert "only in the model: blue, green" in text
     assert main(["eval", str(run), "--part", "test"]) == 2
     assert "have no test part" in capsys.readouterr().err
 
@@ -116,6 +116,20 @@ def test_predict_names_the_class_of_files_and_folders(run, photos, capsys):
     assert sum(float(row["probability"]) for row in table[:3]) == pytest.approx(1, abs=1e-3)
     assert main(["predict", str(run), str(photos / "red" / "3.png")]) == 0
     assert capsys.readouterr().out.startswith(f"{photos / 'red' / '3.png'}: red ")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["predict", "--out", "masks"], "--out and --overwrite are for masks"),
+        (["predict", "--evaluate", "window"], "--evaluate window is for --task segment"),
+        (["eval", "--evaluate", "whole"], "--evaluate whole is for --task segment"),
+    ],
+)
+def test_flags_of_the_other_task(run, photos, command, message, capsys):
+    images = [str(photos / "red")] if command[0] == "predict" else []
+    assert main([command[0], str(run), *images, *command[1:]]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_predict_skips_what_is_no_image_and_says_so(run, photos, tmp_path, capsys):
@@ -139,14 +153,14 @@ def test_predict_without_images_is_an_error(run, tmp_path, name):
 
 def test_a_classifier_of_nothing_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint '.*best.safetensors'"):
-        Classifier.load(tmp_path)
+        Trained.load(tmp_path)
 
 
 def test_the_classifier_is_a_plain_model(run):
-    classifier = Classifier.load(run)
-    assert classifier.classes == tuple(COLOURS)
-    assert not classifier.model.training
-    assert not any(module._forward_pre_hooks for module in classifier.model.modules())
+    trained = Trained.load(run)
+    assert trained.classes == tuple(COLOURS)
+    assert not trained.model.training
+    assert not any(module._forward_pre_hooks for module in trained.model.modules())
 
 
 def test_the_lists(capsys):

@@ -28,6 +28,7 @@ OVERRIDES = ("patch", "grid", "kernel", "keep", "trunk")
 def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a model and a plan."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--encoder", metavar="NAME", help="what is in front of a decoder such as deeplabv3 (default: resnet18)")
     add_plan(parser)
 
 

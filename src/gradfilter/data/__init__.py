@@ -1,6 +1,7 @@
 """Images to train on: folders, named sets, splits, partitions, and the way from an image to a network's input."""
 
 from gradfilter.data.decode import read_rgb
+from gradfilter.data.frames import FRAMES, Evaluate
 from gradfilter.data.images import Data, ImageSet
 from gradfilter.data.load import load_data, load_masks
 from gradfilter.data.mask_transforms import MaskTransform, make_mask_transforms
@@ -10,8 +11,10 @@ from gradfilter.data.sets import SetInfo, find_sets
 from gradfilter.data.transforms import Transform, make_transforms
 
 __all__ = [
+    "FRAMES",
     "IGNORE",
     "Data",
+    "Evaluate",
     "ImageSet",
     "MaskSet",
     "MaskTransform",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -60,6 +60,11 @@ class ImageSet:
             read=select_reader(self.read, chosen),
         )
 
+    def join(self, other: "ImageSet") -> "ImageSet":
+        """Make the set of these images and another's behind them."""
+        labels, names = (*self.labels, *other.labels), (*self.names, *other.names)
+        return dataclasses.replace(self, labels=labels, names=names, read=JoinedReader(self.read, len(self), other.read))
+
     def counts(self) -> tuple[int, ...]:
         """Count the images of each class."""
         return tuple(np.bincount(np.asarray(self.labels, dtype=np.int64), minlength=len(self.classes)).tolist())
@@ -77,7 +82,15 @@ class ImageSet:
         return digest.hexdigest()
 
 
-Part = TypeVar("Part")
+class Joinable(Protocol):
+    """A set of images that another one of its kind can be put behind."""
+
+    def join(self, other: Self) -> Self:
+        """Make the set of these images and another's behind them."""
+        ...
+
+
+Part = TypeVar("Part", bound=Joinable)
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,9 @@ class Data(Generic[Part]):
     skipped: tuple[str, ...] = ()
     made: bool = False
 
-    def join(self: "Data[ImageSet]") -> ImageSet:
+    def join(self) -> Part:
         """Return the images of train and val as one set: what it was before it was split."""
-        train, val = self.train, self.val
-        labels, names = (*train.labels, *val.labels), (*train.names, *val.names)
-        return dataclasses.replace(train, labels=labels, names=names, read=_Joined(train, val))
+        return self.train.join(self.val)
 
 
 @dataclass(frozen=True)
@@ -154,15 +165,16 @@ class _Selection:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """The images of two sets, one behind the other."""
+class JoinedReader:
+    """The images of one reader, `count` of them, and behind them those of another."""
 
-    first: ImageSet
-    second: ImageSet
+    first: Callable[[int], "Image"]
+    count: int
+    second: Callable[[int], "Image"]
 
     def __call__(self, index: int) -> "Image":
-        split = len(self.first)
-        return self.first.read(index) if index < split else self.second.read(index - split)
+        """Read one image."""
+        return self.first(index) if index < self.count else self.second(index - self.count)
 
 
 def select_reader(read: Callable[[int], "Image"], indices: tuple[int, ...]) -> _Selection:

@@ -7,7 +7,7 @@ from pathlib import Path
 from gradfilter.data.decode import require_pillow
 from gradfilter.data.folder import load_folder
 from gradfilter.data.images import Data, ImageSet
-from gradfilter.data.mask_folder import load_mask_folder
+from gradfilter.data.mask_folder import load_mask_folder, read_coding
 from gradfilter.data.mask_sets import CODINGS
 from gradfilter.data.masks import MaskSet
 from gradfilter.data.sets import Request, Task, find_root, find_sets, load_set
@@ -67,7 +67,10 @@ def load_masks(
     if _is_set(data, "segment"):
         return load_set(data, Request(find_root(root), val_share, seed, download=download))
     folder = _find_folder(data, "segment", "a folder with images/ and masks/, or with these below train/ and val/")
-    return load_mask_folder(folder, val_share=val_share, seed=seed, coding=CODINGS.get(folder.resolve().name))
+    name = folder.resolve().name
+    if name in CODINGS and read_coding(folder) is None:
+        _log.warning("the folder %s is named like the known set %r: its masks are read as that set's", folder, name)
+    return load_mask_folder(folder, val_share=val_share, seed=seed, coding=CODINGS.get(name))
 
 
 def _is_set(data: str, task: Task) -> bool:

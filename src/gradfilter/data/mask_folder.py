@@ -256,6 +256,7 @@ def _make_set(name: str, folder: Path, part: str, pairs: Pairs, checked: Sequenc
         FileReader(folder, files, tuple(known.image for known in checked)),
         MaskReader(folder, masks, tuple(known.mask for known in checked), coding),
         areas,
+        values=coding.values,
     )
 
 

@@ -70,6 +70,10 @@ class MaskTransform:
             pixels, labels = pixels.flip(-1), labels.flip(-1)
         return self._pad(pixels, labels)
 
+    def fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the size (w, h) at which an image of some size is seen, where chance has no part in it."""
+        return self._choose(size, None)[0]
+
     def _choose(
         self, size: tuple[int, int], generator: torch.Generator | None
     ) -> tuple[tuple[int, int], tuple[float, float, float, float]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradfilter.data.decode import find_formats
-from gradfilter.data.images import identify, select_reader
+from gradfilter.data.images import JoinedReader, identify, select_reader
 from gradfilter.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class MaskSet:
         read_mask: Gives mask i as a PIL image of the same size: in each pixel a label, or `IGNORE`.
         areas: Pixels of each class in each mask, [N, classes].
         flips: Whether a mirrored image with its mirrored mask is as good.
+        values: What stands for each class in mask files; none where it is the label.
     """
 
     name: str
@@ -90,6 +91,7 @@ class MaskSet:
     read_mask: Callable[[int], Image]
     areas: np.ndarray
     flips: bool = True
+    values: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.areas.shape != (len(self.names), len(self.classes)):
@@ -110,6 +112,16 @@ class MaskSet:
             read=select_reader(self.read, chosen),
             read_mask=select_reader(self.read_mask, chosen),
             areas=self.areas[list(chosen)],
+        )
+
+    def join(self, other: MaskSet) -> MaskSet:
+        """Make the set of these images and another's behind them."""
+        return dataclasses.replace(
+            self,
+            names=(*self.names, *other.names),
+            read=JoinedReader(self.read, len(self), other.read),
+            read_mask=JoinedReader(self.read_mask, len(self), other.read_mask),
+            areas=np.concatenate([self.areas, other.areas]),
         )
 
     def counts(self) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """The pictures of a report. Each function draws one thing on the axes it is given, so that page and picture show the same."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradfilter.report.results import Cost, Epoch, Layer, Results
 from gradfilter.report.style import LIGHT, MARKS
+from gradfilter.report.subject import find_subject
 from gradfilter.report.text import byte_size, duration, how_many_fewer, ratio, shorten
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def draw_learning_rate(axes: "Axes", results: Results) -> None:
 
 
 def draw_confusion(axes: "Axes", results: Results, side: float) -> None:
-    """Draw the confusion matrix: the colour is the share of the true class, the number (for few classes) counts images.
+    """Draw the confusion matrix: the colour is the share of the true class, the number (for few classes) is the subject's.
 
     Args:
         axes: Where to draw.
@@ -66,7 +67,9 @@ def draw_confusion(axes: "Axes", results: Results, side: float) -> None:
     axes.spines[:].set_color(LIGHT["line"])
     cell = 72 * side / len(counts)
     if len(counts) <= FEW_CLASSES:
-        _draw_counts(axes, counts, shares, size=min(9, 1.4 * cell / len(str(counts.max()))))
+        write = find_subject(results).write_cell
+        texts = {place: write(int(counts[place]), shares[place]) if counts[place] else "" for place in np.ndindex(counts.shape)}
+        _draw_texts(axes, texts, shares, size=min(9, 1.4 * cell / max(1, *map(len, texts.values()))))
     if cell > _SMALLEST_LETTER:
         _name_classes(axes, results.classes, size=min(8.5, 0.9 * cell))
     else:
@@ -170,25 +173,29 @@ def _height(layer: Layer) -> float:
 
 def _draw_curves(axes: "Axes", results: Results, train: list[float], held_out: list[float]) -> None:
     epochs = [epoch.epoch for epoch in results.history]
-    for name, values, mark in (("training", train, EXACT), ("held out", held_out, RUN)):
-        seen = any(map(math.isfinite, values))
+    known = (
+        dict(zip(epochs, train, strict=True)),
+        {e.epoch: v for e, v in zip(results.history, held_out, strict=True) if e.is_judged},
+    )
+    for name, points, mark in zip(("training", "held out"), known, (EXACT, RUN), strict=True):
+        seen = any(map(math.isfinite, points.values()))
         style = {**mark.curve(), "marker": _marker(results.history, mark.marker)}
         style["markerfacecolor"] = "none" if mark is EXACT else LIGHT[mark.colour]
-        axes.plot(epochs, _finite(values), label=name if seen else f"{name}: no number", **style)
+        axes.plot(list(points), _finite(list(points.values())), label=name if seen else f"{name}: no number", **style)
     best = held_out[epochs.index(results.best_epoch)]
     axes.axvline(results.best_epoch, color=LIGHT["muted"], linestyle=":", linewidth=1.2)
     if math.isfinite(best):
         star = {"marker": "*", "markersize": 11, "linestyle": "none", "color": LIGHT["blue"]}
         axes.plot([results.best_epoch], [best], label="best", clip_on=False, zorder=3, **star)
-    _mark_missing(axes, epochs, [values for values in (train, held_out) if any(map(math.isfinite, values))])
+    _mark_missing(axes, [points for points in known if any(map(math.isfinite, points.values()))])
     _set_epochs(axes, epochs)
     axes.legend(loc="best")
 
 
-def _mark_missing(axes: "Axes", epochs: Sequence[int], series: Sequence[Sequence[float]]) -> None:
+def _mark_missing(axes: "Axes", curves: Sequence[Mapping[int, float]]) -> None:
     """Hatch the epochs where a value is NaN or infinite."""
-    missing = [epoch for index, epoch in enumerate(epochs) if not all(math.isfinite(values[index]) for values in series)]
-    for index, epoch in enumerate(missing):
+    missing = {epoch for points in curves for epoch, value in points.items() if not math.isfinite(value)}
+    for index, epoch in enumerate(sorted(missing)):
         label = "not a finite number" if index == 0 else None
         axes.axvspan(epoch - 0.5, epoch + 0.5, facecolor="none", edgecolor=LIGHT["line"], hatch="xx", linewidth=0, label=label)
 
@@ -227,11 +234,11 @@ def _shade(shares: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def _draw_counts(axes: "Axes", counts: np.ndarray, shares: np.ndarray, size: float) -> None:
-    for (row, column), count in np.ndenumerate(counts):
-        if count:
+def _draw_texts(axes: "Axes", texts: Mapping[tuple[int, ...], str], shares: np.ndarray, size: float) -> None:
+    for (row, column), text in texts.items():
+        if text:
             colour = "#ffffff" if shares[row, column] > 0.4 else LIGHT["ink"]
-            axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=size)
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
 
 
 def _name_classes(axes: "Axes", classes: Sequence[str], size: float) -> None:

@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 from gradfilter.report.results import Cost, Results
-from gradfilter.report.text import NOTHING, byte_size, duration, half_interval, how_many_fewer, percent, ratio
-from gradfilter.scores import find_mean_accuracy
+from gradfilter.report.subject import find_subject
+from gradfilter.report.text import NOTHING, byte_size, duration, how_many_fewer, percent, ratio
 
 
 class Fact(NamedTuple):
@@ -18,29 +18,15 @@ class Fact(NamedTuple):
 
 def make_headline(results: Results) -> tuple[Fact, Fact, Fact]:
     """Return the three numbers that matter most."""
-    return (_accuracy(results), _saved_bytes(results.cost), _step_time(results.cost))
+    return (_score(results), _saved_bytes(results.cost), _step_time(results.cost))
 
 
-def _accuracy(results: Results) -> Fact:
-    if results.metric == "mIoU":
-        return _mean_iou(results)
+def _score(results: Results) -> Fact:
     best = results.best
-    images = sum(map(sum, results.confusion))
-    half = half_interval(best.val_accuracy, images)
-    interval = f"± {100 * half:.1f} on " if math.isfinite(half) else ""
-    remark = f"{interval}{images:,} held-out images, epoch {best.epoch} of {results.history[-1].epoch}"
-    if results.beside is not None:
-        remark = f"{results.beside.name} {percent(results.beside.accuracy)}; {remark}"
-    return Fact("accuracy", percent(best.val_accuracy), remark)
-
-
-def _mean_iou(results: Results) -> Fact:
-    best, confusion = results.best, results.confusion
-    remark = f"mAcc {percent(find_mean_accuracy(confusion))} on {results.val_images:,} held-out images"
-    remark += f", epoch {best.epoch} of {results.history[-1].epoch}"
-    if results.beside is not None:
-        remark = f"{results.beside.name} {percent(results.beside.accuracy)}; {remark}"
-    return Fact("mIoU", percent(best.val_accuracy), remark)
+    beside = f"{results.beside.name} {percent(results.beside.accuracy)}; " if results.beside is not None else ""
+    images = f"on {results.val_images:,} held-out images, epoch {best.epoch} of {results.history[-1].epoch}"
+    remark = find_subject(results).remark(results)
+    return Fact(results.metric, percent(best.val_accuracy), f"{beside}{remark}{images if remark else images[3:]}")
 
 
 def _saved_bytes(cost: Cost | None) -> Fact:

@@ -35,9 +35,9 @@ def make_table(columns: Sequence[str], rows: Iterable[str]) -> str:
     return f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def make_row(head: object, *cells: str) -> str:
-    """Return a row; its head is escaped, its cells come from the functions below."""
-    return f'<tr><th scope="row">{escape(head)}</th>{"".join(cells)}</tr>'
+def make_row(head: object, *cells: str, mark: str = "") -> str:
+    """Return a row; its head is escaped, a mark before it is HTML already, its cells come from the functions below."""
+    return f'<tr><th scope="row">{mark}{escape(head)}</th>{"".join(cells)}</tr>'
 
 
 def number_cell(value: object) -> str:

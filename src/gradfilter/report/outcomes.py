@@ -1,4 +1,4 @@
-"""What came of several methods: accuracy with its interval, the difference to one of them, paired by seed, and the cost."""
+"""What came of several methods: accuracy or mIoU, the difference to one of them, paired by seed, and the cost."""
 
 import dataclasses
 import math
@@ -11,10 +11,12 @@ from gradfilter.keep import FULL
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost, Results
 from gradfilter.report.text import half_interval
-from gradfilter.table import Table
+from gradfilter.table import Table, is_nothing
 
 Runs = Mapping[str, Sequence[Results | None]]
 """From a method to its runs, one for each seed, in the same order; None for a run that diverged."""
+ACCURACY = "accuracy"
+"""The score that has an interval: the share of held-out images classified rightly."""
 FILTERED, EXACT, COMPRESSED, BOTH = KINDS = ("filtered", "exact backprop", "compressed", "filtered and compressed")
 """How a method makes its gradient: coarse, from inputs held compressed, both or neither."""
 
@@ -25,14 +27,16 @@ class Outcome:
 
     Args:
         method: Its name.
-        accuracy: Share of held-out images classified rightly after the last epoch, 0 to 1, mean over seeds.
-        interval: Wilson's 95 % interval of it.
+        accuracy: Share of held-out images classified rightly after the last epoch, or mIoU, 0 to 1, mean over seeds.
+        interval: Wilson's 95 % interval of it; that of mIoU is not known.
         difference: What it is less the reference's, mean over seeds; NaN for the reference itself.
         error: Standard error of the difference, paired by seed; NaN for one seed.
         saved_bytes: What autograd held for a batch.
         fewer: How many times fewer that is than exact backprop of the reference's layers.
         step_ratio: Time of a training step beside an exact one of the reference's layers.
         kind: How it makes its gradient, one of `KINDS`; training the classifier alone is exact backprop of that.
+        mean_accuracy: mAcc after the last epoch, 0 to 1, mean over seeds, where the score is mIoU.
+        metric: What the score is called.
     """
 
     method: str
@@ -44,6 +48,8 @@ class Outcome:
     fewer: float
     step_ratio: float
     kind: str
+    mean_accuracy: float = math.nan
+    metric: str = "accuracy"
 
 
 def find_outcomes(runs: Runs, reference: str, measure: Callable[[str], Cost | None] = lambda method: None) -> list[Outcome]:
@@ -60,7 +66,8 @@ def find_outcomes(runs: Runs, reference: str, measure: Callable[[str], Cost | No
     for method in runs:
         ours = find_accuracies(runs[method])
         differences = [a - b for a, b in zip(ours, theirs, strict=True)] if method != reference else [math.nan]
-        accuracy, count = statistics.fmean(ours), sum(sum(run.val_counts) for run in runs[method] if run)
+        accuracy, metric = statistics.fmean(ours), find_metric(runs)
+        count = sum(run.val_images for run in runs[method] if run) if metric == ACCURACY else 0
         is_paired = len(differences) > 1 and all(map(math.isfinite, differences))
         error = statistics.stdev(differences) / math.sqrt(len(ours)) if is_paired else math.nan
         is_same = trains_same(find_first(runs[method]), find_first(runs[reference]))
@@ -73,6 +80,8 @@ def find_outcomes(runs: Runs, reference: str, measure: Callable[[str], Cost | No
                 error,
                 *compare_costs(costs[method], costs[reference], is_same),
                 kind=find_kind(runs[method]),
+                mean_accuracy=math.nan if metric == ACCURACY else statistics.fmean(find_mean_accuracies(runs[method])),
+                metric=metric,
             )
         )
     return outcomes
@@ -148,6 +157,16 @@ def find_accuracies(runs: Sequence[Results | None]) -> list[float]:
     return [math.nan if run is None else run.history[-1].val_accuracy for run in runs]
 
 
+def find_mean_accuracies(runs: Sequence[Results | None]) -> list[float]:
+    """Return mAcc after the last epoch, run by run."""
+    return [math.nan if run is None else run.history[-1].val_mean_accuracy for run in runs]
+
+
+def find_metric(runs: Runs) -> str:
+    """Return what the score of runs is called."""
+    return next((run.metric for these in runs.values() for run in these if run), ACCURACY)
+
+
 def find_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share of `count` images."""
     half, z = half_interval(share, count), 1.96
@@ -158,24 +177,30 @@ def find_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def make_table(title: str, outcomes: Sequence[Outcome], reference: str) -> Table:
-    """Return the outcomes as a table; without standard errors where there is one seed, which has none."""
-    columns: dict[str, Callable[[Any], str]] = {
-        "method": str,
-        "accuracy, %": "{:.2f}".format,
-        "95 % interval": lambda interval: "–".join(f"{share:.2f}" for share in interval),
-        f"less {reference}, paired": "{:+.2f}".format,
-        **({"± s.e.": "{:.2f}".format} if any(math.isfinite(outcome.error) for outcome in outcomes) else {}),
-        "MB held": "{:.2f}".format,
-        "times fewer": "{:.1f}".format,
-        "step / exact": "{:.2f}".format,
+    """Return the outcomes as a table, without the columns that nothing is known for, as standard errors of one seed."""
+    columns: dict[str, tuple[Callable[[Any], str], Callable[[Outcome], Any]]] = {
+        "method": (str, lambda one: one.method),
+        f"{outcomes[0].metric}, %": ("{:.2f}".format, lambda one: 100 * one.accuracy),
+        "mAcc, %": ("{:.2f}".format, lambda one: 100 * one.mean_accuracy),
+        "95 % interval": (lambda shares: "–".join(f"{share:.2f}" for share in shares), find_percentages),
+        f"less {reference}, paired": ("{:+.2f}".format, lambda one: 100 * one.difference),
+        "± s.e.": ("{:.2f}".format, lambda one: 100 * one.error),
+        "MB held": ("{:.2f}".format, lambda one: one.saved_bytes / 1e6),
+        "times fewer": ("{:.1f}".format, lambda one: one.fewer),
+        "step / exact": ("{:.2f}".format, lambda one: one.step_ratio),
     }
-    table = Table(title, columns)
-    for outcome in outcomes:
-        interval = None if math.isnan(outcome.accuracy) else [100 * share for share in outcome.interval]
-        errors = (100 * outcome.error,) if "± s.e." in columns else ()
-        shares = (100 * outcome.accuracy, interval, 100 * outcome.difference, *errors)
-        table.rows.append((outcome.method, *shares, outcome.saved_bytes / 1e6, outcome.fewer, outcome.step_ratio))
+    values = {name: [find(one) for one in outcomes] for name, (_, find) in columns.items()}
+    for name in ("mAcc, %", "95 % interval", "± s.e."):
+        if all(map(is_nothing, values[name])):
+            del values[name]
+    table = Table(title, {name: columns[name][0] for name in values})
+    table.rows += zip(*values.values(), strict=True)
     return table
+
+
+def find_percentages(outcome: Outcome) -> list[float] | None:
+    """Return the interval of a score in percent; None where it is not known."""
+    return None if math.isnan(outcome.interval[0]) else [100 * share for share in outcome.interval]
 
 
 def find_front(outcomes: Sequence[Outcome], cost: Callable[[Outcome], float]) -> list[Outcome]:

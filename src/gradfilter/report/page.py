@@ -8,17 +8,18 @@ from string import Template
 from gradfilter.report import sections
 from gradfilter.report.headline import make_headline
 from gradfilter.report.markup import escape
-from gradfilter.report.results import Results, Sample
+from gradfilter.report.results import MaskSample, Results, Sample
 from gradfilter.report.style import DARK, LIGHT
+from gradfilter.report.subject import find_subject
 from gradfilter.report.text import shorten
 
 
-def make_page(results: Results, samples: Sequence[Sample]) -> str:
+def make_page(results: Results, samples: Sequence[Sample] | Sequence[MaskSample]) -> str:
     """Return the report as one HTML page."""
     parts = (
         sections.show_curves(results),
         sections.show_cost(results),
-        sections.show_samples(results, samples),
+        find_subject(results).show_samples(results, samples),
         sections.show_confusion(results),
         sections.show_classes(results),
         sections.show_layers(results),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from gradfilter.report.outcomes import KINDS, Outcome, find_front
+from gradfilter.report.outcomes import ACCURACY, KINDS, Outcome, find_front
 from gradfilter.report.style import LIGHT, MARKS, Mark, drawing, make_figure
 from gradfilter.report.text import byte_size, shorten
 
@@ -36,13 +36,13 @@ _PLACES = [
 def make_pareto(title: str, outcomes: Sequence[Outcome]) -> bytes | None:
     """Return the comparison as one PNG picture; None where no method has both an accuracy and a cost."""
     return draw_picture(
-        title, outcomes, [(_scale_bytes, _find_bytes), (_scale_time, _find_time)], "Accuracy (%)", "95 % interval"
+        title, outcomes, [(_scale_bytes, _find_bytes), (_scale_time, _find_time)], f"{_name(outcomes)} (%)", "95 % interval"
     )
 
 
 def make_paired_pareto(title: str, outcomes: Sequence[Outcome], reference: str) -> bytes | None:
     """Return accuracies less the reference's, paired by seed, by bytes held, as one PNG picture; None as in `make_pareto`."""
-    height = f"Accuracy less that of {reference} (percentage points)"
+    height = f"{_name(outcomes)} less that of {reference} (percentage points)"
     paired = [pair(outcome, reference) for outcome in outcomes]
     return draw_picture(title, paired, [(_scale_bytes, _find_bytes)], height, "± standard error, paired by seed")
 
@@ -129,7 +129,8 @@ def draw_legend(figure: "Figure", outcomes: Sequence[Outcome], interval: str) ->
         [], [], **{**make_point(MARKS[0]), "markeredgecolor": LIGHT["muted"]}, markerfacecolor="#ffffff"
     )
     handles["front: what can be had at each price"] = Line2D([], [], color=LIGHT["muted"], linewidth=1.2)
-    handles[interval] = Line2D([], [], color=LIGHT["muted"], **_BAR)
+    if any(low < high for low, high in (outcome.interval for outcome in outcomes)):
+        handles[interval] = Line2D([], [], color=LIGHT["muted"], **_BAR)
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=4, handlelength=1.8)
 
 
@@ -167,6 +168,8 @@ def place_labels(axes: "Axes", outcomes: Sequence[Outcome], price: Price) -> Non
     unit = axes.figure.dpi / 72  # pyright: ignore[reportAttributeAccessIssue]
     taken = [_box(x - 6 * unit, y - 6 * unit, x + 6 * unit, y + 6 * unit) for x, y in points]
     for outcome, (x, _) in zip(known, points, strict=True):
+        if math.isnan(outcome.interval[0]):
+            continue
         low, high = (axes.transData.transform((price(outcome), 100 * share))[1] for share in outcome.interval)
         taken.append(_box(x - 2 * unit, low, x + 2 * unit, high))
     taken += find_stairs(axes, outcomes, price, unit)
@@ -213,6 +216,12 @@ def place_label(axes: "Axes", text: str, point: tuple[float, float], taken: Sequ
 def find_known(outcomes: Sequence[Outcome], price: Price) -> list[Outcome]:
     """Return the methods that can be drawn."""
     return [outcome for outcome in outcomes if math.isfinite(outcome.accuracy) and math.isfinite(price(outcome))]
+
+
+def _name(outcomes: Sequence[Outcome]) -> str:
+    """Return what the score is called, as a sentence begins."""
+    metric = outcomes[0].metric if outcomes else ACCURACY
+    return metric.capitalize() if metric == ACCURACY else metric
 
 
 def _find_bytes(outcome: Outcome) -> float:

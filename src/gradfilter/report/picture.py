@@ -6,31 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 from gradfilter.report import figures
 from gradfilter.report.headline import make_headline
-from gradfilter.report.results import Results, Sample
-from gradfilter.report.samples import choose_samples, to_thumbnail
+from gradfilter.report.results import MaskSample, Results, Sample
 from gradfilter.report.style import LIGHT, drawing, make_figure
-from gradfilter.report.text import percent, shorten
+from gradfilter.report.subject import find_subject
+from gradfilter.report.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
-_SAMPLES = 10
 _DPI = 130
 
 
-def make_picture(results: Results, samples: Sequence[Sample]) -> bytes:
+def make_picture(results: Results, samples: Sequence[Sample] | Sequence[MaskSample]) -> bytes:
     """Return the report as one PNG picture."""
-    right, wrong = choose_samples(samples, _SAMPLES // 2)
-    shown = [*wrong, *right]
     with drawing():
-        heights = [0.95, 3.6, 2.6, *([1.75] if shown else [])]
+        heights = [0.95, 3.6, 2.6, *([1.75] if samples else [])]
         figure = make_figure(12, sum(heights))
         parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
         _draw_headline(parts[0], results)
         _draw_learning(parts[1], results)
         _draw_cost(parts[2], results)
-        if shown:
-            _draw_samples(parts[3], results, shown)
+        if samples:
+            find_subject(results).draw_samples(parts[3], results, samples)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=_DPI, facecolor="#ffffff", metadata={"Software": None})
     return file.getvalue()
@@ -65,17 +62,3 @@ def _draw_cost(part: "SubFigure", results: Results) -> None:
     saved, time = right.subplots(2, 1, height_ratios=[2, 3])
     figures.draw_saved_bytes(saved, results.cost)
     figures.draw_step_time(time, results.cost)
-
-
-def _draw_samples(part: "SubFigure", results: Results, samples: Sequence[Sample]) -> None:
-    cells: Any = part.subplots(2, _SAMPLES, height_ratios=[4, 1])
-    for cell in cells.flat:
-        cell.set_axis_off()
-    for picture, caption, sample in zip(*cells, samples, strict=False):
-        right = sample.label == sample.predicted
-        answer = f"{'right' if right else 'wrong'}, {percent(sample.confidence, 0)}"
-        truth, said = (shorten(results.classes[index], 15) for index in (sample.label, sample.predicted))
-        picture.imshow(to_thumbnail(sample.image), interpolation="nearest")
-        picture.set_title(answer, fontsize=8.5, color=LIGHT["blue" if right else "orange"], loc="center")
-        words = caption.text(0.5, 1, said if right else f"{said}\nis {truth}", ha="center", va="top", fontsize=7.5)
-        words.set_in_layout(False)  # a long name must not make the pictures smaller

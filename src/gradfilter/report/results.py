@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradfilter.errors import GradFilterError
+from gradfilter.scores import SCORES, Scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +31,7 @@ class Epoch:
         lr: Learning rate at the end of the epoch.
         images_per_second: Training images per second.
         seconds: Duration of the epoch, validation included.
+        val_mean_accuracy: Share of each class's held-out images, or pixels, classified rightly, mean over classes (mAcc).
     """
 
     epoch: int
@@ -40,6 +42,12 @@ class Epoch:
     lr: float
     images_per_second: float
     seconds: float
+    val_mean_accuracy: float = math.nan
+
+    @property
+    def is_judged(self) -> bool:
+        """Tell whether held-out images were looked at: with `--val_every` they are not after every epoch."""
+        return not (math.isnan(self.val_loss) and math.isnan(self.val_accuracy))
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class MaskSample:
+    """Hold one held-out image with the labels of its pixels, and with those that the model gave them.
+
+    Args:
+        name: File name, or another name by which the user finds the image.
+        rank: Where it is among all held-out images: "best", "median", "worst".
+        score: Its own mIoU.
+        image: A thumbnail.
+        truth: An image of its size with a label in each pixel, 255 where none counts.
+        predicted: The same with the model's labels.
+    """
+
+    name: str
+    rank: str
+    score: float
+    image: "Image" = field(repr=False, compare=False)
+    truth: "Image" = field(repr=False, compare=False)
+    predicted: "Image" = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Results:
     """Hold all that a run found out, except for the sample images.
 
@@ -141,7 +170,8 @@ class Results:
         environment: Versions, machine, seeds.
         weights_file: File name of the best weights, in the folder of the report.
         beside: Another run to compare with, None where none was named.
-        held_out: How many images were held out; None in results of runs that classify, of which the counts tell it.
+        held_out: How many images were held out, and
+        trained_on: how many were trained on; None in old results of runs that classify, of which the counts tell it.
     """
 
     model: str
@@ -161,6 +191,7 @@ class Results:
     weights_file: str
     beside: Beside | None = None
     held_out: int | None = None
+    trained_on: int | None = None
 
     def __post_init__(self) -> None:
         classes = len(self.classes)
@@ -186,12 +217,27 @@ class Results:
     @property
     def metric(self) -> str:
         """What the score is called: "accuracy" of images, or "mIoU" where pixels have labels."""
-        return "mIoU" if self.settings.get("task") == "segment" else "accuracy"
+        return self.scores.metric
+
+    @property
+    def task(self) -> str:
+        """What was learnt; runs of before there were tasks have learnt to classify."""
+        return self.settings.get("task", "classify")
+
+    @property
+    def scores(self) -> Scores:
+        """What gets a label, and how the model is scored."""
+        return SCORES[self.task]
 
     @property
     def val_images(self) -> int:
         """How many images were held out."""
         return sum(self.val_counts) if self.held_out is None else self.held_out
+
+    @property
+    def train_images(self) -> int:
+        """How many images were trained on."""
+        return sum(self.train_counts) if self.trained_on is None else self.trained_on
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results as JSON can hold them: NaN and infinity become the strings "nan", "inf" and "-inf"."""

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from gradfilter.report import figures, markup
 from gradfilter.report.loading import make_loading_code
-from gradfilter.report.results import Layer, Results, Sample
-from gradfilter.report.samples import SMALL_SIDE, choose_samples, to_data_uri, to_thumbnail
+from gradfilter.report.results import Layer, Results
 from gradfilter.report.style import drawing, make_figure
+from gradfilter.report.subject import find_subject
 from gradfilter.report.svg import to_svg
-from gradfilter.report.text import NOTHING, byte_size, duration, percent, shorten, three_digits
+from gradfilter.report.text import NOTHING, byte_size, duration, percent, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SAMPLES = 24  # of each kind
 _PAIRS = 12
 
 
@@ -63,23 +62,6 @@ def show_cost(results: Results) -> str:
     return markup.make_section("cost", "Saved bytes and time", text, _row(map(markup.make_figure_element, bars)))
 
 
-def show_samples(results: Results, samples: Sequence[Sample]) -> str:
-    """Show held-out images with what the model said, wrong and right."""
-    if not samples:
-        return ""
-    right, wrong = choose_samples(samples, _SAMPLES)
-    none_wrong = "<p class='muted'>None of the samples was classified wrongly.</p>"
-    none_right = "<p class='muted'>None of the samples was classified rightly.</p>"
-    return markup.make_section(
-        "samples",
-        "Sample predictions",
-        "<h3>Wrong, surest first</h3>",
-        _cards(results, wrong) if wrong else none_wrong,
-        "<h3>Right</h3>",
-        _cards(results, right) if right else none_right,
-    )
-
-
 def show_confusion(results: Results) -> str:
     """Show the confusion matrix and the pairs of classes that were confused most."""
     number = len(results.classes)
@@ -87,7 +69,7 @@ def show_confusion(results: Results) -> str:
     side = min(max(3.2, 1.6 + 0.46 * number), 6.8)
     svg = _draw("matrix", "Confusion matrix", (side, side), lambda axes: figures.draw_confusion(axes, results, 0.75 * side))
     caption = (
-        "Rows are true classes, columns predicted ones; numbers count held-out images. "
+        f"Rows are true classes, columns predicted ones; {find_subject(results).cells}. "
         if few
         else f"Rows are true classes, columns predicted ones, both in the order of the {number} classes. "
     )
@@ -99,22 +81,24 @@ def show_confusion(results: Results) -> str:
 
 
 def show_classes(results: Results) -> str:
-    """Show accuracy and number of images of each class, the worst first."""
-    largest = max((*results.train_counts, 1))
-    order = sorted(range(len(results.classes)), key=lambda index: (_nan_last(_recall(results, index)), results.classes[index]))
+    """Show score and number of images of each class, the worst first."""
+    subject, largest = find_subject(results), max((*results.train_counts, 1))
+    scores = [float(score) for score in next(iter(results.scores.by_class.values()))(results.confusion)]
+    order = sorted(range(len(results.classes)), key=lambda index: (_nan_last(scores[index]), results.classes[index]))
     rows = [
         markup.make_row(
             results.classes[index],
-            markup.bar_cell(_recall(results, index)),
-            markup.number_cell(percent(_recall(results, index))),
-            markup.number_cell(f"{results.confusion[index][index]:,} of {sum(results.confusion[index]):,}"),
+            markup.bar_cell(scores[index]),
+            markup.number_cell(percent(scores[index])),
+            *(markup.number_cell(write(results, index)) for write in subject.columns.values()),
             markup.bar_cell(results.train_counts[index] / largest, "count"),
             markup.number_cell(f"{results.train_counts[index]:,}"),
+            mark=subject.make_mark(results, index),
         )
         for index in order
     ]
-    columns = ("class", "accuracy", "#", "#right", "training images", "#")
-    return markup.make_section("classes", "Classes", _balance(results), markup.make_table(columns, rows))
+    columns = ("class", subject.score, "#", *(f"#{name}" for name in subject.columns), "training images", "#")
+    return markup.make_section("classes", "Classes", _balance(results, scores), markup.make_table(columns, rows))
 
 
 def show_layers(results: Results) -> str:
@@ -191,24 +175,6 @@ def _row(figures_: Iterator[str]) -> str:
     return f'<div class="row">{"".join(figures_)}</div>'
 
 
-def _cards(results: Results, samples: Sequence[Sample]) -> str:
-    return '<ul class="cards">\n' + "\n".join(_card(results, sample) for sample in samples) + "\n</ul>"
-
-
-def _card(results: Results, sample: Sample) -> str:
-    image = to_thumbnail(sample.image)
-    truth, said = (markup.escape(results.classes[index]) for index in (sample.label, sample.predicted))
-    right = sample.label == sample.predicted
-    kind, mark, correction = ("right", "✓", "") if right else ("wrong", "✗", f"<br>is <b>{truth}</b>")
-    pixels = ' class="small"' if max(image.size) <= SMALL_SIDE else ""
-    width, height = image.size
-    return (
-        f'<li class="{kind}"><img{pixels} src="{to_data_uri(image)}" width="{width}" height="{height}" alt="{truth}">'
-        f"<div>{mark} <b>{said}</b> {percent(sample.confidence, 0)}{correction}<br>"
-        f'<span class="name" title="{markup.escape(sample.name)}">{markup.escape(shorten(sample.name, 36))}</span></div></li>'
-    )
-
-
 def _confused_pairs(results: Results) -> str:
     pairs = sorted(
         (
@@ -229,28 +195,23 @@ def _confused_pairs(results: Results) -> str:
         )
         for count, truth, said in pairs[:_PAIRS]
     ]
-    return "<h3>Most confused pairs</h3>" + markup.make_table(("true class", "taken for", "#images", "#of the class"), rows)
-
-
-def _recall(results: Results, index: int) -> float:
-    images = sum(results.confusion[index])
-    return results.confusion[index][index] / images if images else math.nan
+    columns = ("true class", "taken for", f"#{results.scores.unit}s", "#of the class")
+    return "<h3>Most confused pairs</h3>" + markup.make_table(columns, rows)
 
 
 def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _balance(results: Results) -> str:
-    recalls = [recall for index in range(len(results.classes)) if not math.isnan(recall := _recall(results, index))]
-    mean = f"The mean over the classes is {percent(sum(recalls) / len(recalls))}. " if recalls else ""
-    counts = f"Images per class: {_spread(results.train_counts)} for training, {_spread(results.val_counts)} held out."
-    return f"<p>Accuracy on the held-out images, worst class first. {mean}{counts}</p>"
-
-
-def _spread(counts: Sequence[int]) -> str:
-    fewest, most = min(counts), max(counts)
-    return f"{f'{fewest:,} to {most:,}' if fewest < most else f'{most:,}'} ({sum(counts):,} in all)"
+def _balance(results: Results, scores: Sequence[float]) -> str:
+    subject, known = find_subject(results), [score for score in scores if not math.isnan(score)]
+    mean = f"The mean over the classes is {percent(sum(known) / len(known))}. " if known else ""
+    rest = list(results.scores.overall.items())[2:]  # the others are in the headline
+    mean += "".join(f"{name.capitalize()} is {percent(rate(results.confusion))}. " for name, rate in rest)
+    counts = f"Images per class: {subject.counts(results.train_counts)} for training, "
+    counts += f"{subject.counts(results.val_counts)} held out."
+    score = subject.score[0].upper() + subject.score[1:]
+    return f"<p>{score} on the held-out images, worst class first. {mean}{counts}</p>"
 
 
 def _frozen_layers(layers: Sequence[Layer]) -> str:

@@ -8,20 +8,20 @@ from gradfilter.errors import GradFilterError
 from gradfilter.files import replace_file
 from gradfilter.report.page import make_page
 from gradfilter.report.picture import make_picture
-from gradfilter.report.results import Results, Sample
+from gradfilter.report.results import MaskSample, Results, Sample
 
 
 class ReportError(GradFilterError, OSError):
     """Report a folder that a report cannot be written to."""
 
 
-def write_report(folder: Path, results: Results, samples: Sequence[Sample]) -> None:
+def write_report(folder: Path, results: Results, samples: Sequence[Sample] | Sequence[MaskSample]) -> None:
     """Write `report.html` and `report.png`.
 
     Args:
         folder: An existing folder; former reports in it are replaced.
         results: What the run found out.
-        samples: Held-out images with predictions. A choice of right and wrong ones is shown.
+        samples: Held-out images with predictions. A choice of them is shown.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

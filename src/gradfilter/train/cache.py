@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,13 @@ class CacheError(GradFilterError, RuntimeError):
 
 @dataclass(frozen=True)
 class Cache:
-    """The cut of every image of a set: one tensor for each of the cut's, with a row per image and view."""
+    """The cut of every image of a set, and labels where pixels have some: tensors with a row per image and view."""
 
     columns: tuple[Tensor, ...]
     specs: tuple[Spec, ...]
 
     def read(self, rows: Tensor) -> list[Tensor]:
-        """Return the cut for a batch, as the trunk would have made it, layout in memory included."""
+        """Return the cut for a batch, as the trunk would have made it, layout in memory included; then labels, if any."""
         return [from_row(column[rows], spec) for column, spec in zip(self.columns, self.specs, strict=True)]
 
 
@@ -62,9 +62,9 @@ def from_row(x: Tensor, spec: Spec) -> Tensor:
     return x if spec.order == order else torch.empty_permuted(x.shape, spec.order, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def count_bytes(record: Record, rows: int) -> int:
+def count_bytes(specs: Sequence[Spec], rows: int) -> int:
     """Return how large a cache of so many images and views is."""
-    return rows * sum(spec.bytes for spec in record.cut)
+    return rows * sum(spec.bytes for spec in specs)
 
 
 def make_key(trunk: Trunk, record: Record, *parts: str) -> str:
@@ -74,8 +74,8 @@ def make_key(trunk: Trunk, record: Record, *parts: str) -> str:
 
 def build_cache(
     trunk: Trunk,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    first: Tensor,
+    batches: Iterable[tuple[Tensor, ...]],
+    first: tuple[Tensor, ...],
     rows: int,
     *,
     last: int,
@@ -89,8 +89,9 @@ def build_cache(
 
     Args:
         trunk: The trunk.
-        batches: Gives pairs of rows and images, until every row was given once. Not looked at where the file exists.
-        first: The first images, a whole batch, to check the trunk with.
+        batches: Gives rows, images and, where pixels have labels, these, until every row was given once. Not looked at where
+            the file exists.
+        first: The first images, a whole batch, to check the trunk with, and their labels where pixels have some.
         last: How many images the last batch of an epoch has.
         rows: How many rows there are: images times views.
         place: "memory" or "disk".
@@ -100,18 +101,19 @@ def build_cache(
         shared: Caches in memory of earlier runs of this process, by key; this one joins them.
     """
     shared = {} if shared is None else shared
-    record = trunk.find_record(first)
-    size = count_bytes(record, rows)
-    header = {"key": key, "rows": rows, "bytes": size, "cut": [repr(spec) for spec in record.cut]}
-    files = [folder / f"{key}.{i}.bin" for i in range(len(record.cut))]
+    images, *labels = first
+    specs = [*trunk.find_record(images).cut, *map(Spec.of, labels)]
+    size = count_bytes(specs, rows)
+    header = {"key": key, "rows": rows, "bytes": size, "cut": [repr(spec) for spec in specs]}
+    files = [folder / f"{key}.{i}.bin" for i in range(len(specs))]
     where = f"on disk, in {folder}" if place == "disk" else "in memory"
-    check_trunk(trunk, first, last)
-    if place == "memory" and key in shared and holds(shared[key], trunk.compute(first)):
+    check_trunk(trunk, images, last)
+    if place == "memory" and key in shared and holds(shared[key], [*trunk.compute(images), *labels]):
         tell(f"trunk cache: {rows} rows, {size / 1e6:.1f} MB, found {where}")
         return shared[key]
     if place == "disk" and is_written(folder / f"{key}.json", header, files):
-        cache = open_cache(record, rows, files, write=False)
-        if holds(cache, trunk.compute(first)):
+        cache = open_cache(specs, rows, files, write=False)
+        if holds(cache, [*trunk.compute(images), *labels]):
             tell(f"trunk cache: {rows} rows, {size / 1e6:.1f} MB, found {where}")
             return cache
         tell(f"trunk cache: what was found in {folder} is not what the model makes of these images; it is written anew")
@@ -120,19 +122,19 @@ def build_cache(
         if size > find_free_memory():
             shared.clear()  # what may be of use later makes room for what is needed now
         check_space(size, find_free_memory(), "of memory free", "disk")
-        shared[key] = fill(open_cache(record, rows, None, write=True), trunk, batches)
+        shared[key] = fill(open_cache(specs, rows, None, write=True), trunk, batches)
         return shared[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_space(size, shutil.disk_usage(folder).free, f"free on the disk of '{folder}'", "memory")
-        write_files(record, rows, files, lambda cache: fill(cache, trunk, batches))
+        write_files(specs, rows, files, lambda cache: fill(cache, trunk, batches))
         replace_file(folder / f"{key}.json", json.dumps(header))
     except OSError as error:
         raise CacheError(
             f"the trunk cache cannot be written to '{folder}': {error.strerror or error}. Free some space, give another folder "
             "with --cache_folder, or use --cache memory or --cache off."
         ) from error
-    return open_cache(record, rows, files, write=False)
+    return open_cache(specs, rows, files, write=False)
 
 
 def is_written(path: Path, header: dict[str, Any], files: list[Path]) -> bool:
@@ -144,17 +146,17 @@ def is_written(path: Path, header: dict[str, Any], files: list[Path]) -> bool:
         return False
 
 
-def holds(cache: Cache, cut: list[Tensor]) -> bool:
+def holds(cache: Cache, first: list[Tensor]) -> bool:
     """Tell whether the first rows of a cache are those that were computed now."""
-    stored = cache.read(torch.arange(len(cut[0])))
-    return all(is_close(x.to(y.device), y) for x, y in zip(stored, cut, strict=True))
+    stored = cache.read(torch.arange(len(first[0])))
+    return all(is_close(x.to(y.device), y) for x, y in zip(stored, first, strict=True))
 
 
-def write_files(record: Record, rows: int, files: list[Path], write: Callable[[Cache], object]) -> None:
+def write_files(specs: Sequence[Spec], rows: int, files: list[Path], write: Callable[[Cache], object]) -> None:
     """Write the files of a cache beside their places, flush them to disk, and move them there."""
     drafts = [file.with_name(f".{file.name}.{os.getpid()}.tmp") for file in files]
     try:
-        write(open_cache(record, rows, drafts, write=True))
+        write(open_cache(specs, rows, drafts, write=True))
         for draft, file in zip(drafts, files, strict=True):
             flush(draft)
             os.replace(draft, file)
@@ -164,24 +166,24 @@ def write_files(record: Record, rows: int, files: list[Path], write: Callable[[C
             draft.unlink(missing_ok=True)
 
 
-def fill(cache: Cache, trunk: Trunk, batches: Iterable[tuple[Tensor, Tensor]]) -> Cache:
+def fill(cache: Cache, trunk: Trunk, batches: Iterable[tuple[Tensor, ...]]) -> Cache:
     """Compute all rows of a cache."""
     try:
-        for rows, images in batches:
-            cut = trunk.compute(images)
-            if [(x.shape[1:], x.dtype) for x in cut] != [(spec.shape[1:], spec.dtype) for spec in cache.specs]:
+        for rows, images, *labels in batches:
+            made = [*trunk.compute(images), *labels]
+            if [(x.shape[1:], x.dtype) for x in made] != [(spec.shape[1:], spec.dtype) for spec in cache.specs]:
                 refuse_trunk(f"they do not give the same number or shape of results for {len(images)} images as for more")
-            for column, spec, x in zip(cache.columns, cache.specs, cut, strict=True):
+            for column, spec, x in zip(cache.columns, cache.specs, made, strict=True):
                 column[rows] = to_row(x, spec).to(column.device)
     except TrunkError as error:
         refuse_trunk(str(error))
     return cache
 
 
-def open_cache(record: Record, rows: int, files: list[Path] | None, write: bool) -> Cache:
+def open_cache(specs: Sequence[Spec], rows: int, files: list[Path] | None, write: bool) -> Cache:
     """Return a cache over files, mapped into memory, or without files in memory itself."""
     columns: list[Tensor] = []
-    for i, spec in enumerate(record.cut):
+    for i, spec in enumerate(specs):
         shape = (rows, *(spec.shape[axis] for axis in spec.order[1:]))
         count = torch.Size(shape).numel()
         if files is None:
@@ -191,7 +193,7 @@ def open_cache(record: Record, rows: int, files: list[Path] | None, write: bool)
             with files[i].open("wb") as file:
                 allocate(file.fileno(), max(1, count * spec.dtype.itemsize))
         columns.append(torch.from_file(str(files[i]), shared=write, size=count, dtype=spec.dtype).view(shape))
-    return Cache(tuple(columns), tuple(record.cut))
+    return Cache(tuple(columns), tuple(specs))
 
 
 def allocate(handle: int, size: int) -> None:

@@ -15,6 +15,7 @@ from gradfilter.data import Data
 from gradfilter.environment import find_environment
 from gradfilter.errors import PlanError, SettingsError
 from gradfilter.files import replace_file
+from gradfilter.models import join_encoder
 from gradfilter.report import Cost, Results
 from gradfilter.report.outcomes import Outcome, find_accuracies, find_first, find_front, find_outcomes, make_table, to_exact
 from gradfilter.report.pareto import make_pareto
@@ -114,11 +115,6 @@ def compare(settings: Settings, tries: Sequence[str] = (), seeds: int = 1, watch
         InterruptedRunError: Ctrl-C or SIGTERM; the checkpoint to go on from was written before.
         GradFilterError: Anything else that a user can mend, as the text says.
     """
-    if settings.task != "classify":  # its intervals are those of a share of images
-        raise SettingsError(
-            f"a comparison tells the accuracy of classifiers and how sure that is, but --task is {settings.task}. Train each "
-            "plan with 'gradfilter train', with --beside the folder of an earlier run."
-        )
     watch, comparison = watch or Watch(), Comparison.make(settings, tries, seeds)
     check_folder(comparison)
     runs: dict[str, list[Results | None]] = {variant.name: [] for variant in comparison.variants}
@@ -256,18 +252,16 @@ def measure_exact(settings: Settings, watch: Watch, data: Data | None) -> Cost |
 def describe(comparison: Comparison, runs: dict[str, list[Results | None]], outcomes: list[Outcome]) -> Table:
     """Return the table of a comparison, with remarks on what its numbers are."""
     settings, reference = comparison.settings, comparison.reference
-    title = f"{settings.model} on {settings.data}: {len(outcomes)} plans"
+    title = f"{join_encoder(settings.model, settings.encoder)} on {settings.data}: {len(outcomes)} plans"
     table = make_table(title, outcomes, reference.name)
     first = next((found for these in runs.values() if (found := find_first(these))), None)
-    tested = sum(first.val_counts) if first else 0
     seeds = "one seed" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} seeds"
     epochs = "one epoch" if settings.epochs == 1 else f"{settings.epochs} epochs"
     table.remarks = [
-        f"{sum(first.train_counts) if first else 0} training images, {epochs}, {settings.optimizer}, learning rate "
+        f"{first.train_images if first else 0} training images, {epochs}, {settings.optimizer}, learning rate "
         f"{settings.lr}, batch {settings.batch}, plan {settings.plan} where a method names no other, {seeds}. Split, new "
         "weights, order, augmentation and dropout are the seed's: the same for every method.",
-        f"Accuracy is that after the last epoch, on {tested} held-out images. Its interval is Wilson's, of all tested images: "
-        "it leaves out what a seed does."
+        find_task(settings.task).certainty.format(images=first.val_images if first else 0)
         + (" The standard error is that of the difference, paired by seed." if len(comparison.seeds) > 1 else ""),
         f"MB held: what autograd holds for a batch, measured; times fewer: than exact backprop of the layers that "
         f"'{reference.name}' trains. Step / exact: the time of a training step beside an exact one of those layers. Each was "
@@ -293,7 +287,7 @@ def write(comparison: Comparison, compared: Compared, watch: Watch) -> None:
             "try": variant.text,
             "seed": seed,
             "folder": comparison.find_run_folder(variant, seed).name,
-            "accuracy, %": None if math.isnan(share) else 100 * share,
+            f"{find_task(comparison.settings.task).metric}, %": None if math.isnan(share) else 100 * share,
         }
         for variant in comparison.variants
         for seed, share in zip(comparison.seeds, find_accuracies(compared.runs[variant.name]), strict=True)

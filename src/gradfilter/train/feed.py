@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradfilter.apply import find_applied, keep_state, load_keep_state_
-from gradfilter.data import ImageSet, MaskSet, MaskTransform, Transform
+from gradfilter.apply import keep_state, load_keep_state_
+from gradfilter.data import Evaluate, ImageSet, MaskSet, MaskTransform, Transform
 from gradfilter.errors import SettingsError
+from gradfilter.hooks import find_applied
 from gradfilter.outputs import find_logits
 from gradfilter.train.batches import load, seeded, shuffle
 from gradfilter.train.cache import Cache, Place, build_cache, make_key, refuse_trunk
@@ -40,6 +42,7 @@ class Feed:
         trunk: Runs the model on them.
         records: Of its forward, by number of images: a whole batch, and the last one of an epoch.
         task: What is learnt of the images.
+        evaluate: How images with masks are shown to the model where it is judged.
     """
 
     images: ImageSet | MaskSet
@@ -55,6 +58,7 @@ class Feed:
     trunk: Trunk | None = None
     records: dict[int, Record] = field(default_factory=dict)
     task: Task = CLASSIFY
+    evaluate: Evaluate = "whole"
 
     def __post_init__(self) -> None:
         """Keep the labels as a tensor; those of pixels are loaded with their images."""
@@ -78,7 +82,7 @@ class Feed:
 
     def find_labels(self, rows: Tensor, loaded: Sequence[Tensor]) -> Tensor:
         """Return the labels of a batch: those that were loaded with it, or else the images'."""
-        return (loaded[0] if loaded else self.labels[rows % len(self.images)]).to(self.device)
+        return (loaded[0].long() if loaded else self.labels[rows % len(self.images)]).to(self.device)
 
     def keep(self, place: Place, folder: Path, watch: Watch, shared: dict[str, Cache] | None = None) -> None:
         """Compute what the frozen layers make of every image and view, or find it on disk; take it from there from now on."""
@@ -91,19 +95,18 @@ class Feed:
         trunk = Trunk(self.model)
         views = self.views if self.views is not None and self.transform.is_random else 1
         count = len(self.images)
-        first = self.make_input(self.batch)
-        last = count % len(first) or len(first)
-        self.records = {size: self.record(trunk, size) for size in {len(first), last}}
+        whole = torch.arange(min(self.batch, count))
+        last = count % len(whole) or len(whole)
+        self.records = {size: self.record(trunk, size) for size in {len(whole), last}}
         with self.mode(), untouched(self.model):
             about = self.images.fingerprint(), repr(self.transform), f"{views} views, seed {self.seed}"
-            key = make_key(trunk, self.records[len(first)], *about)
+            key = make_key(trunk, self.records[len(whole)], *about)
             batches = [rows + view * count for view in range(views) for rows in torch.arange(count).split(self.batch)]
             loaded = follow(load(self.rows, batches, self.workers), "trunk cache", views * count, watch)
-            images = ((rows, x.to(self.device)) for rows, x, *_ in loaded)
             self.cache = build_cache(
                 trunk,
-                images,
-                first,
+                map(self.pack, loaded),
+                self.pack(next(load(self.rows, [whole], 0)))[1:],
                 views * count,
                 last=last,
                 place=place,
@@ -113,6 +116,11 @@ class Feed:
                 shared=shared,
             )
         self.trunk = trunk
+
+    def pack(self, loaded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return rows, images and labels as a cache takes them: labels of pixels are bytes."""
+        rows, images, *labels = loaded
+        return rows, images.to(self.device), *(x.to(torch.uint8) for x in labels)
 
     def record(self, trunk: Trunk, size: int) -> Record:
         """Record a forward of so many images, without content: only their shape matters."""
@@ -134,23 +142,28 @@ class Feed:
     def run_images(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches that run through the whole model."""
         for rows, images, *loaded in load(self.rows, batches, self.workers):
-            yield self.find_labels(rows, loaded), lambda images=images: find_logits(self.model(images.to(self.device)))
+            yield self.find_labels(rows, loaded), lambda images=images: self.take(self.model(images.to(self.device)))
 
     def run_cut(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give batches that run from the cut."""
         assert self.cache is not None
         for rows in batches:
             record = self.records[len(rows)]
-            cut = [x.to(self.device) for x in self.cache.read(rows)]
-            yield self.find_labels(rows, ()), lambda cut=cut, record=record: self.forward_cut(cut, record)
+            stored = self.cache.read(rows)
+            cut = [x.to(self.device) for x in stored[: len(record.cut)]]
+            yield self.find_labels(rows, stored[len(cut) :]), lambda cut=cut, record=record: self.forward_cut(cut, record)
 
     def forward_cut(self, cut: list[Tensor], record: Record) -> Tensor:
         """Run the model from the cut."""
         assert self.trunk is not None
         try:
-            return find_logits(self.trunk.run(record, cut))
+            return self.take(self.trunk.run(record, cut))
         except TrunkError as error:
             refuse_trunk(str(error))
+
+    def take(self, outputs: Any) -> Any:
+        """Return what the model says: in training all of it, for the loss to take what it needs, else the scores alone."""
+        return outputs if self.training else find_logits(outputs)
 
     @contextmanager
     def mode(self) -> Iterator[None]:

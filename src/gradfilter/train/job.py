@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradfilter.apply import apply_, find_applied, freeze_
+from gradfilter.apply import apply_, freeze_
 from gradfilter.data import Data, ImageSet, MaskSet
 from gradfilter.errors import SettingsError
 from gradfilter.fidelity import Loss
 from gradfilter.files import remove_drafts
+from gradfilter.hooks import find_applied
 from gradfilter.keep import FULL
 from gradfilter.models import find_info, join_encoder, make_model
 from gradfilter.models.extras import import_extra
+from gradfilter.models.segmenters import add_auxiliary
 from gradfilter.plan import Plan, find_layers
 from gradfilter.planner import Chosen, choose_plan
 from gradfilter.report.results import Layer
@@ -106,6 +108,7 @@ class Job:
             "mean": list(settings.mean or ()),
             "std": list(settings.std or ()),
             "held_out": self.data.val.fingerprint(contents=False),
+            **self.task.describe(settings, self.data.train),
         }
 
     def describe_layers(self) -> tuple[Layer, ...]:
@@ -157,10 +160,10 @@ def fill_cache(job: Job, shared: dict[str, Cache] | None = None) -> None:
 
 def fill_in(settings: Settings) -> Settings:
     """Return the settings with what is not said taken from the model, and with absolute paths."""
-    info = find_info(settings.model, settings.encoder)
+    info, name = find_info(settings.model, settings.encoder), join_encoder(settings.model, settings.encoder)
     return dataclasses.replace(
         settings.make_absolute(),
-        model=join_encoder(settings.model, settings.encoder),
+        model=add_auxiliary(name) if settings.auxiliary else name,
         encoder=None,
         resolution=settings.resolution or info.resolution,
         mean=settings.mean or info.mean,
@@ -262,7 +265,7 @@ def choose_plan_for(
 ) -> Chosen:
     """Choose a plan on the first training batches, for budgets of a training step."""
     feed, _ = make_feeds(settings, data, model, fabric.device)
-    options = {name: value for name in ("batch_norm", "trunk") if (value := getattr(settings, name))}
+    options: dict[str, Any] = {"batch_norm": settings.choose_batch_norm(), "trunk": settings.trunk or "float32"}
     with fabric.autocast():
         return choose_plan(
             model, list(feed.first(SURVEYED)), make_loss(settings, data.train), budgets, settings.batch, **options
@@ -297,7 +300,7 @@ def make_feeds(settings: Settings, data: Data, model: nn.Module, device: torch.d
         settings.resolution, settings.mean, settings.std, settings.augment, flips=data.train.flips
     )
     common: dict[str, Any] = {"model": model, "device": device, "batch": settings.batch, "seed": settings.seed}
-    common |= {"workers": settings.workers, "task": task}
+    common |= {"workers": settings.workers, "task": task, "evaluate": settings.evaluate}
     return (
         Feed(data.train, augmented, views=settings.views, training=True, **common),
         Feed(data.val, plain, views=None, training=False, **common),

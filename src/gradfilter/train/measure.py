@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradfilter.apply import freeze_, remove_
 from gradfilter.cost import measure_saved_bytes, predict_saved_bytes
 from gradfilter.environment import find_free_memory
-from gradfilter.fidelity import Loss
+from gradfilter.loss import Loss, StepLoss
 from gradfilter.measure import MOST_SHARE, find_time, median, take_turns
 from gradfilter.plan import Plan
 from gradfilter.report.results import Cost
@@ -20,17 +20,19 @@ from gradfilter.train.feed import untouched
 def measure_cost(model: nn.Module, plan: Plan, images: Tensor, labels: Tensor, loss: Loss) -> Cost:
     """Measure saved bytes and the time of a step of the model as it is, and of exact backprop of what the plan trains.
 
+    Saved bytes are with those of the loss, which are most of all where every pixel has a label.
     Both take turns in one process, and the ratio is the median over rounds. Where an exact step might not fit into memory, its
     bytes are predicted (they are the measured ones to the byte) and its time is unknown.
     """
     exact = freeze_(remove_(copy.deepcopy(model)), plan).train()
     twin = copy.deepcopy(model).train()
     with untouched(exact), untouched(twin):
-        saved, exact_saved = measure_saved_bytes(twin, images), predict_saved_bytes(exact, images)
+        bound = StepLoss(loss, labels)
+        saved, exact_saved = measure_saved_bytes(twin, images, loss=bound), predict_saved_bytes(exact, images, loss=bound)
         fits = exact_saved < MOST_SHARE * find_free_memory()
         runs = {"step": lambda: time_step(twin, images, labels, loss), "inference": lambda: time_inference(twin, images)}
         if fits:
-            exact_saved = measure_saved_bytes(exact, images)
+            exact_saved = measure_saved_bytes(exact, images, loss=bound)
             runs["exact"] = lambda: time_step(exact, images, labels, loss)
         times = take_turns(runs)
     ratio = [a / b for a, b in zip(times["step"], times.get("exact", []), strict=False)]

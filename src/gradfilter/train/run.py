@@ -20,6 +20,7 @@ from gradfilter.errors import CheckpointError, GradFilterError, SettingsError
 from gradfilter.files import replace_file
 from gradfilter.outputs import explain_failure, find_logits
 from gradfilter.report import Beside, Cost, Epoch, Results, write_report
+from gradfilter.scores import find_mean_accuracy
 from gradfilter.train.batches import STEP, explain_workers, seeded, shuffle
 from gradfilter.train.cache import Cache
 from gradfilter.train.checkpoint import (
@@ -142,12 +143,17 @@ def train(
 
 def try_step(job: Job) -> None:
     """Run the model on a batch, before anything is written: it must take the images, and give a score for each class."""
-    images, outputs = job.train.make_input(job.settings.batch), []
+    images, labels = job.train.make_batch(job.settings.batch)
     there = [*job.model.parameters(), *job.model.buffers()]
+
+    def forward() -> Any:
+        outputs = job.model(images)
+        job.task.check_output(job.settings.model, find_logits(outputs), images, len(job.data.train.classes))
+        return outputs, job.loss(outputs, labels)
+
     job.model.train()
     with untouched(job.model), explain_failure(images, "See --resolution and --batch"), job.fabric.autocast():
-        job.saved_bytes = count_saved(lambda: outputs.append(job.model(images)), there)
-        job.task.check_output(job.settings.model, find_logits(outputs.pop()), images, len(job.data.train.classes))
+        job.saved_bytes = count_saved(forward, there)
 
 
 def train_epoch(job: Job, state: State, stop: list[int]) -> None:
@@ -170,7 +176,7 @@ def train_epoch(job: Job, state: State, stop: list[int]) -> None:
         job.optimizer.zero_grad()
         state.batch += 1
         state.loss += float(loss.detach()) * len(labels)
-        state.right += job.task.count_right(output.detach(), labels)
+        state.right += job.task.count_right(find_logits(output).detach(), labels)
         state.images += len(labels)
         state.seconds = time.perf_counter() - begin
         check_numbers(job, state, state.loss)
@@ -198,6 +204,7 @@ def finish_epoch(job: Job, state: State) -> Judged | None:
         lr=find_rate(settings, number * job.batches - 1, job.batches),
         images_per_second=state.images / state.seconds,
         seconds=state.seconds + time.perf_counter() - begin,
+        val_mean_accuracy=find_mean_accuracy(judged.confusion) if judged else math.nan,
     )
     is_best = judged is not None and not any(judged.accuracy <= earlier.val_accuracy for earlier in state.history)
     if is_best:
@@ -237,10 +244,13 @@ def finish(job: Job, state: State, best: Judged | None, beside: Beside | None) -
         weights_file=BEST,
         beside=beside,
         held_out=len(job.data.val),
+        trained_on=len(job.data.train),
     )
     with writing(job.folder):
         replace_file(job.folder / RESULTS, json.dumps(results.to_dict(), indent=1))
-    write_report(job.folder, results, find_samples(job.val, best.probabilities))
+    with job.fabric.autocast():
+        samples = find_samples(job.val, best.kept)
+    write_report(job.folder, results, samples)
     return results
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gradfilter.data.frames import Evaluate
 from gradfilter.data.sets import Task, find_sets
 from gradfilter.data.transforms import Augment
 from gradfilter.errors import BudgetError, PlanError, SettingsError
@@ -27,6 +28,9 @@ TrunkType = Literal["float32", "bfloat16"]
 BatchNorm = Literal["eval", "train", "frozen"]
 Precision = Literal["32-true", "bf16-mixed"]
 Triple = tuple[float, float, float]
+
+BATCH_NORMS: dict[Task, BatchNorm] = {"classify": "eval", "segment": "train"}
+"""What batch norms do where nothing is said. Behind a pretrained encoder is a fresh decoder: its norms have no statistics."""
 
 MAY_CHANGE = frozenset(
     "resume overwrite out preset strict download cache cache_folder root device workers threads save_every measure beside "
@@ -68,7 +72,8 @@ class Settings:
             plan's.
         memory: Choose layers and patches for the most useful gradient while autograd holds at most this, e.g. 64MB.
         exact: Train the plan's layers with torch's own, exact backward.
-        batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train"), all frozen.
+        batch_norm: Batch norms of trained layers: statistics kept ("eval", the default), moving ("train", the default of
+            --task segment, whose decoder is fresh), all frozen.
         trunk: What frozen layers before the first trained one compute in ("float32" where nothing is said); overrides the
             plan's.
         epochs: How often to see every training image.
@@ -81,6 +86,8 @@ class Settings:
         warmup: Epochs in which the learning rate rises from nothing.
         clip: Largest norm of the gradient, all parameters together; 0 for no limit.
         label_smoothing: Share of the target spread over all classes.
+        auxiliary: Weight of the loss of an auxiliary head in the middle of the encoder, for --task segment; 0 for none. The
+            papers' recipes have 0.4.
         class_weights: Let classes of fewer pixels count for more in the loss of --task segment.
         seed: Of everything that is drawn: split, order, augmentation, new weights, dropout.
         cache: Keep what the frozen layers make of each image.
@@ -88,6 +95,8 @@ class Settings:
         out: Folder of the run; made from data, model and plan where not given.
         resume: Go on with the run in the folder.
         overwrite: Replace the run in the folder.
+        evaluate: Judge --task segment on whole images, scaled to --resolution, or through windows of that side at the images'
+            own size; pixels are counted at the size of their mask in either case.
         val_every: Judge the model on held-out images every so many epochs, and after the last.
         save_every: Write a checkpoint every so many steps too, not only after each epoch.
         device: Where to train, "auto" for the best there is.
@@ -138,6 +147,7 @@ class Settings:
     warmup: float = 0.0
     clip: float = 2.0
     label_smoothing: float = 0.0
+    auxiliary: float = 0.0
     class_weights: ClassWeights = "none"
     seed: int = 0
     cache: Place = "off"
@@ -145,6 +155,7 @@ class Settings:
     out: str | None = None
     resume: bool = False
     overwrite: bool = False
+    evaluate: Evaluate = "whole"
     val_every: int = 1
     save_every: int | None = None
     device: str = "auto"
@@ -192,7 +203,7 @@ class Settings:
             "val_every": 1,
         }
         least |= {"workers": 0, "threads": 1, "seed": 0, "resolution": 1, "patch": 1, "grid": 1}
-        least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0}
+        least |= {"lr": 0, "momentum": 0, "weight_decay": 0, "warmup": 0, "clip": 0, "label_smoothing": 0, "auxiliary": 0}
         values = {name: value for name in least if (value := getattr(self, name)) is not None}
         wrong = [
             f"--{name} is {value}, but must be at least {least[name]}"
@@ -226,9 +237,12 @@ class Settings:
     def find_task_clashes(self) -> list[str]:
         """List what is for another task than is given."""
         if self.task == "classify":
-            return [f"--class_weights {self.class_weights} is for --task segment"] if self.class_weights != "none" else []
-        only = {"--parts": self.parts > 1, "--partition": self.partition is not None, "--cache": self.cache != "off"}
-        return [f"{flag} is for --task classify: leave it out" for flag, given in only.items() if given]
+            usual = {"class_weights": "none", "evaluate": "whole", "auxiliary": 0.0}
+            given = {name: value for name in usual if (value := getattr(self, name)) != usual[name]}
+            return [f"--{name} {value} is for --task segment: leave it out" for name, value in given.items()]
+        only = {"--parts": self.parts > 1, "--partition": self.partition is not None}
+        why = "a partition deals out images by their one class, and masks have many"
+        return [f"{flag} is for --task classify ({why}): leave it out" for flag, given in only.items() if given]
 
     def find_memory_clashes(self) -> list[str]:
         """List what cannot stand beside a budget of memory, which chooses the plan itself."""
@@ -250,7 +264,7 @@ class Settings:
     def find_unknown(self) -> list[str]:
         """List the words that are not among the choices."""
         choices = {"augment": Augment, "optimizer": Optimizer, "schedule": Schedule, "cache": Place, "precision": Precision}
-        choices |= {"task": Task, "class_weights": ClassWeights}
+        choices |= {"task": Task, "class_weights": ClassWeights, "evaluate": Evaluate}
         optional = {"kernel": Kernel, "batch_norm": BatchNorm, "trunk": TrunkType}
         choices |= {name: kind for name, kind in optional.items() if getattr(self, name) is not None}
         return [
@@ -280,7 +294,12 @@ class Settings:
     def make_plan(self) -> Plan:
         """Return the plan: a named one or a file's, with the overrides."""
         plan = Plan.parse(self.plan).override(patch=self.patch, grid=self.grid, kernel=self.kernel, keep=self.keep)
-        return dataclasses.replace(plan, batch_norm=self.batch_norm or plan.batch_norm, trunk=self.trunk or plan.trunk)
+        batch_norm = self.batch_norm if is_plan_file(self.plan) else self.choose_batch_norm()
+        return dataclasses.replace(plan, batch_norm=batch_norm or plan.batch_norm, trunk=self.trunk or plan.trunk)
+
+    def choose_batch_norm(self) -> BatchNorm:
+        """Return what batch norms of trained layers do, where no plan file says it: as given, or as the task has it."""
+        return self.batch_norm or BATCH_NORMS[self.task]
 
     def make_absolute(self) -> Settings:
         """Return the settings with absolute paths, the folder's among them: they mean the same from everywhere."""

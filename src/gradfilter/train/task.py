@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfilter.data import (
+    FRAMES,
     IGNORE,
     Data,
     ImageSet,
@@ -24,12 +25,18 @@ from gradfilter.data import (
 )
 from gradfilter.errors import SettingsError
 from gradfilter.fidelity import Loss
-from gradfilter.outputs import find_logits
-from gradfilter.scores import find_mean_iou
+from gradfilter.outputs import find_logits, find_outputs
+from gradfilter.scores import SCORES, Scores, find_mean_iou
 from gradfilter.train.batches import MaskRows, Rows
+from gradfilter.train.samples import find_image_samples, find_mask_samples
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from gradfilter.data.frames import Whole
+    from gradfilter.train.feed import Feed
     from gradfilter.train.settings import Settings
+    from gradfilter.train.use import Trained
 
 
 @dataclass(frozen=True)
@@ -38,29 +45,52 @@ class Task:
 
     Attributes:
         name: As `--task` has it.
-        metric: What the score is called by which the best epoch is chosen.
-        unit: What gets a label.
+        scores: What gets a label, and how models are scored.
+        layout: What data for it have to have, to be of the same classes as others.
         ignore: The label of units that do not count; None where all do.
         load: From settings to data.
         make_transforms: From resolution, mean, std, augmentation and flips to transforms for training and evaluation.
         make_rows: From images, transform and seed to what batches are loaded from.
         find_labels: From a set to labels that are drawn from evenly.
         count_right: From scores [N, classes, ...] and labels to how many of the N images' worth are right.
-        rate: From confusion to score.
-        keeps: Whether what the model says of every image is kept, to show some in the report.
+        certainty: What tables say of the score and of how sure it is; "{images}" held-out images.
+        run: From a feed to labels and the model's scores, [N, classes, ...], of all its images in turn, as they are judged.
+        keep: From scores and labels to what is kept of each image, to choose which to show in the report.
+        find_samples: From a feed and what was kept of its images to those that are shown.
+        describe: From settings and images to what using the weights takes, besides what all tasks need.
+        predict: From a trained model and images to the share of each class in what the model says of them, [classes], and
+            labels [H, W] of their pixels, where these have some.
     """
 
     name: str
-    metric: str
-    unit: str
+    scores: Scores
+    layout: str
     ignore: int | None
     load: Callable[[Settings], Data[Any]]
     make_transforms: Callable[..., tuple[Any, Any]]
     make_rows: Callable[[Any, Any, int], Rows]
     find_labels: Callable[[Any], Sequence[int]]
     count_right: Callable[[Tensor, Tensor], float]
-    rate: Callable[[np.ndarray], float]
-    keeps: bool
+    certainty: str
+    run: Callable[[Feed], Iterator[tuple[Tensor, Tensor]]]
+    keep: Callable[[Tensor, Tensor], Tensor]
+    find_samples: Callable[[Feed, Tensor], tuple[Any, ...]]
+    describe: Callable[[Settings, Any], Mapping[str, Any]]
+    predict: Callable[[Trained, Sequence[Image]], list[tuple[Tensor, Tensor | None]]]
+
+    @property
+    def metric(self) -> str:
+        """Return what the score is called by which the best epoch is chosen."""
+        return self.scores.metric
+
+    @property
+    def unit(self) -> str:
+        """Return what gets a label."""
+        return self.scores.unit
+
+    def rate(self, confusion: np.ndarray) -> float:
+        """Return the score by which the best epoch is chosen."""
+        return self.scores.overall[self.metric](confusion)
 
     def make_loss(self, settings: Settings, images: Any) -> Loss:
         """Return the loss that is trained on, from a model's outputs and labels."""
@@ -71,11 +101,21 @@ class Task:
             return F.cross_entropy(find_logits(outputs), labels, label_smoothing=smoothing)
 
         def loss_of_some(outputs: Any, labels: Tensor) -> Tensor:
-            logits = find_logits(outputs)
+            scores, *others = find_outputs(outputs)
+            if settings.auxiliary and not others:
+                raise SettingsError(
+                    f"--auxiliary {settings.auxiliary} is for a model with an auxiliary head, and --model {settings.model} "
+                    "gives one output only: leave it out."
+                )
+            total = loss_of_one(scores, labels)
+            return total + settings.auxiliary * loss_of_one(others[0], labels) if settings.auxiliary else total
+
+        def loss_of_one(logits: Tensor, labels: Tensor) -> Tensor:
             scale = weights.to(logits.device, torch.float32)
             total = F.cross_entropy(logits, labels, scale, label_smoothing=smoothing, ignore_index=ignore, reduction="sum")
+            real = labels != ignore  # and no choice of labels by it: this must run on shapes alone
             # torch's own mean is NaN where nothing in a batch counts
-            return total / scale[labels[labels != ignore]].sum().clamp(min=1e-6)
+            return total / (scale[labels.where(real, 0)] * real).sum().clamp(min=1e-6)
 
         return loss if self.ignore is None else loss_of_some
 
@@ -148,34 +188,103 @@ def count_pixels(output: Tensor, labels: Tensor) -> np.ndarray:
     return torch.bincount(pairs, minlength=classes * classes).view(classes, classes).cpu().numpy()
 
 
-def _share_right(table: np.ndarray) -> float:
-    return float(np.diagonal(table).sum()) / float(table.sum())
+def _run_images(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+    for labels, forward in feed.run(torch.arange(len(feed.images)), 0):
+        yield labels, forward().float()
+
+
+def _run_pixels(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give labels [1, H, W] and scores [1, classes, H, W] of each image, at the size of its mask."""
+    images: Any = feed.images
+    transform: Any = feed.transform
+    frame = FRAMES[feed.evaluate](transform)
+    for index, scores in enumerate(_run_frames(feed, frame)):
+        mask = images.read_mask(index)
+        labels = torch.from_numpy(np.asarray(mask).astype(np.int64))
+        yield labels[None].to(feed.device), frame.join(scores, mask.size)[None]
+
+
+def _run_frames(feed: Feed, frame: Whole) -> Iterator[Tensor]:
+    """Give the scores of what is seen of each image, [K, classes, H, W]."""
+    if feed.evaluate == "whole":  # as in training: in batches, by workers, from a cache
+        yield from (scores[None] for _, batch in _run_images(feed) for scores in batch)
+    else:
+        for index in range(len(feed.images)):
+            yield run_frame(feed.model, frame, feed.images.read(index), feed.batch, feed.device)
+
+
+def run_frame(model: nn.Module, frame: Whole, image: Image, batch: int, device: torch.device) -> Tensor:
+    """Return the scores of what a model sees of an image, [K, classes, H, W].
+
+    Args:
+        model: In eval mode.
+        frame: How it sees the image.
+        image: The image.
+        batch: Run so many windows at a time.
+        device: Where the model is.
+    """
+    seen = frame.cut(image).contiguous(memory_format=torch.channels_last)
+    return torch.cat([find_logits(model(some.to(device))).float() for some in seen.split(batch)])
+
+
+def _find_own_iou(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the mIoU of each image."""
+    return torch.tensor([find_mean_iou(count_pixels(*pair)) for pair in zip(scores.split(1), labels.split(1), strict=True)])
+
+
+def _predict_images(trained: Trained, images: Sequence[Image]) -> list[tuple[Tensor, Tensor | None]]:
+    inputs = torch.stack([trained.transform(image) for image in images])
+    rows = find_logits(trained.model(inputs.contiguous(memory_format=torch.channels_last))).softmax(1)
+    return [(row, None) for row in rows]
+
+
+def _predict_pixels(trained: Trained, images: Sequence[Image]) -> list[tuple[Tensor, Tensor | None]]:
+    frame, found = FRAMES[trained.evaluate](trained.transform), []
+    for image in images:
+        scores = run_frame(trained.model, frame, image, trained.batch, torch.device("cpu"))
+        labels = frame.join(scores, image.size).argmax(0)
+        found.append((torch.bincount(labels.flatten(), minlength=len(trained.classes)) / labels.numel(), labels))
+    return found
+
+
+def _describe_pixels(settings: Settings, images: MaskSet) -> dict[str, Any]:
+    return {"evaluate": settings.evaluate, "values": list(images.values), "batch": settings.batch}
 
 
 CLASSIFY = Task(
     name="classify",
-    metric="accuracy",
-    unit="image",
+    scores=SCORES["classify"],
+    layout="a folder for each class, named alike",
     ignore=None,
     load=_load_images,
     make_transforms=make_transforms,
     make_rows=Rows,
     find_labels=lambda images: images.labels,
     count_right=_count_images,
-    rate=_share_right,
-    keeps=True,
+    certainty="Accuracy is that after the last epoch, on {images} held-out images. Its interval is Wilson's, of all tested "
+    "images: it leaves out what a seed does.",
+    run=_run_images,
+    keep=lambda scores, labels: scores.softmax(1),
+    find_samples=find_image_samples,
+    describe=lambda settings, images: {},
+    predict=_predict_images,
 )
 SEGMENT = Task(
     name="segment",
-    metric="mIoU",
-    unit="pixel",
+    scores=SCORES["segment"],
+    layout="a file classes.txt that names the same classes in the same order",
     ignore=IGNORE,
     load=_load_masks,
     make_transforms=make_mask_transforms,
     make_rows=MaskRows,
     find_labels=lambda images: [0] * len(images),
     count_right=_rate_batch,
-    rate=find_mean_iou,
-    keeps=False,
+    certainty="mIoU and mAcc are those after the last epoch, of all pixels of {images} held-out images together. They have no "
+    "interval: pixels of one image are not independent, and seeds differ.",
+    run=_run_pixels,
+    keep=_find_own_iou,
+    find_samples=find_mask_samples,
+    describe=_describe_pixels,
+    predict=_predict_pixels,
 )
 TASKS = {task.name: task for task in (CLASSIFY, SEGMENT)}

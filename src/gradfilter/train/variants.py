@@ -20,6 +20,8 @@ KEYS = ("plan", "patch", "grid", "kernel", "keep", "exact", "batch_norm", "trunk
 """The settings that choose a plan: what a variant may change."""
 WORDS: dict[str, tuple[str, ...]] = {"kernel": get_args(Kernel), "batch_norm": get_args(BatchNorm), "exact": ("true", "false")}
 WORDS["trunk"] = get_args(TrunkType)
+HEAD = {"classify": "plan=head", "segment": "plan=head patch=1"}
+"""The classifier alone, by task; where it is a convolution, a grid of 4 would be far too coarse for it."""
 USUAL = ("plan=head", "exact", "grid=4", "patch=2", "patch=4")
 """The variants where none are given."""
 CACHE = "cache"
@@ -68,7 +70,7 @@ def find_usual(settings: Settings) -> tuple[str, ...]:
     """Return the variants to take where none are given: the usual ones, and what the settings themselves choose."""
     chosen = [f"{key}={value}" for key in ("patch", "grid") if (value := getattr(settings, key)) is not None]
     chosen += [shlex.quote(settings.plan)] if is_plan_file(settings.plan) and not chosen else []
-    return tuple(dict.fromkeys([*USUAL, *chosen]))
+    return tuple(dict.fromkeys([HEAD[settings.task], *USUAL[1:], *chosen]))
 
 
 def make_variant(settings: Settings, text: str) -> Variant:
