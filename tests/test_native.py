@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import draw
 from gradfilter import native
+from gradfilter.native.library import find_team
 from gradfilter.native.reference import pool
 from gradfilter.native.values import count_cells, count_dtype
 
@@ -29,12 +30,16 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 quick = settings(deadline=None, max_examples=60)
 
 
-@pytest.fixture
-def two_threads():
-    """Run a test on two threads."""
+@pytest.fixture(params=["torch's", "its own"])
+def two_threads(request):
+    """Run a test on two threads, torch's or the library's."""
+    library = native.load()
+    if request.param == "its own":
+        library.gf_set_team(None)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+    library.gf_set_team(find_team())
 
 
 def draw_eighths(*shape, seed, most=64):
@@ -302,6 +307,11 @@ for _ in range(3):
     children.append(child)
 assert all(os.waitpid(child, 0)[1] == 0 for child in children)
 """
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries are found another way")
+def test_it_runs_on_the_threads_that_torch_has():
+    assert (find_team() is not None) == ("OpenMP not found" not in torch.__config__.parallel_info())
 
 
 def test_forked_children_have_threads_of_their_own():

@@ -106,7 +106,7 @@ def infer(model: nn.Module, images: Tensor) -> Seconds:
     return Seconds(find_time(images) - start, 0.0, 0.0)
 
 
-def set_up(case: Case, layout: str | None = None, rounds: int = 3) -> Stage:
+def set_up(case: Case, layout: str | None = None, rounds: int = 7) -> Stage:
     """Return a case ready to run: on its threads, in the given layout or the one in which inference is faster."""
     torch.set_num_threads(case.threads)
     network = make_model(case.model, weights=case.weights)

@@ -99,6 +99,8 @@ const gf_kernels *gf_current(void);
 /* Call run(argument, unit, scratch) for every unit in [0, units) on up to `threads` threads, the calling one included.
  * Each thread has `scratch_bytes` of its own. Returns 0, or -1 where there was no memory. */
 typedef void gf_run(const void *argument, int64_t unit, void *scratch);
+typedef void gf_team(void (*run)(void *), void *argument, unsigned threads, unsigned flags); /* OpenMP's GOMP_parallel */
+void gf_set_team(gf_team *wanted);
 int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes);
 
 /* Take large memory that is used again, 64-byte aligned, NULL where there is none; give it back with its owner. */

@@ -58,7 +58,18 @@ def load() -> ctypes.CDLL | None:
     library.gf_make_tensor.argtypes = [ctypes.c_char_p, number, number, number, long]
     library.gf_make_tensor.restype = pointer
     library.gf_set_level.argtypes = [number]
+    library.gf_set_team.argtypes, library.gf_set_team.restype = [pointer], None
+    library.gf_set_team(find_team())
     return library
+
+
+def find_team() -> int | None:
+    """Return the address of the function with which torch's OpenMP runs another on all of its threads; None where it has none."""
+    try:
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"), mode=os.RTLD_NOLOAD)
+        return ctypes.cast(torch_library.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):  # another system, or torch on other threads
+        return None
 
 
 @contextmanager

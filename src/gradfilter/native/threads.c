@@ -1,4 +1,8 @@
-/* A pool of threads of our own: torch brings its own OpenMP, and two of them do not share cores well. */
+/* Work in parallel, on torch's own threads where they can be had, else on a pool of ours.
+ *
+ * OpenMP's threads wait for their next piece of work awake: ours would have to share their cores with them, and to be
+ * woken for every job.
+ */
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -23,6 +27,7 @@ static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITI
 static job *current;
 static int workers, seats, working;
 static pthread_key_t scratch_key;
+static gf_team *team; /* atomic: runs a function on all of torch's threads; NULL where there are none to be had */
 
 typedef struct {
     size_t bytes;
@@ -115,12 +120,17 @@ static void after_fork_child(void) {
     pthread_cond_init(&done, NULL);
     current = NULL;
     workers = seats = working = 0;
+    gf_set_team(NULL); /* OpenMP's threads are lost, and it does not know */
 }
 
 static void start(void) {
     pthread_key_create(&scratch_key, free_scratch);
     pthread_atfork(before_fork, after_fork_parent, after_fork_child);
 }
+
+GF_EXPORT void gf_set_team(gf_team *wanted) { __atomic_store_n(&team, wanted, __ATOMIC_RELAXED); }
+
+static void join(void *argument) { take_units(argument); }
 
 int gf_useful_threads(int threads, int64_t elements) {
     const int64_t useful = elements / ELEMENTS_PER_THREAD;
@@ -130,6 +140,11 @@ int gf_useful_threads(int threads, int64_t elements) {
 int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes) {
     job j = {.run = run, .argument = argument, .units = units, .scratch_bytes = scratch_bytes};
     pthread_once(&once, start);
+    gf_team *const others = __atomic_load_n(&team, __ATOMIC_RELAXED);
+    if (others && threads > 1 && units > 1) {
+        others(join, &j, 0, 0); /* as many as torch has: another number would cost OpenMP a new team */
+        return j.next < units ? -1 : 0;
+    }
     if (threads > units) threads = (int)units;
     if (threads > MOST_WORKERS + 1) threads = MOST_WORKERS + 1;
     /* Where another thread's job has the workers, this one runs by itself. */
