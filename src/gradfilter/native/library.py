@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 logger = logging.getLogger(__name__)
 
-ABI = 6
+ABI = 7
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
@@ -64,7 +64,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def find_team() -> int | None:
-    """Return the address of the function with which torch's OpenMP runs another on all of its threads; None where it has none."""
+    """Return the address of what runs a function on all threads of torch's OpenMP; None where it has none."""
     try:
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"), mode=os.RTLD_NOLOAD)
         return ctypes.cast(torch_library.GOMP_parallel, ctypes.c_void_p).value
