@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,11 +109,14 @@ def test_flops_and_bytes_of_peers(tiny):
 
 
 def test_without_peers_there_is_inference_and_the_plans():
-    report = price.measure([TINY], ONE_PLAN, price.Options(rounds=1, compile_seconds=0, peers=False))
+    options = price.Options(rounds=1, compile_seconds=0, peers=False)
+    report = price.measure([TINY], ONE_PLAN, options)
     methods = [row[list(report.columns).index("method")] for row in report.rows]
     assert methods == [INFERENCE, sides.FOLDED, *ONE_PLAN]
     assert all(row[list(report.columns).index("step / exact")] is None for row in report.rows)
     assert report.name.endswith("-alone")
+    kept = price.measure([TINY], ONE_PLAN, replace(options, allocator="keep"))
+    assert kept.name.endswith("-alone-keep")  # another file
 
 
 def test_sides_take_turns(monkeypatch):

@@ -100,7 +100,8 @@ def measure(
     """Return the table: for each case a row for every side."""
     model, before = cases[0].model, torch.get_num_threads()
     title = f"The price of a training step: {model}, {cases[0].weights or 'random'} weights, {cases[0].pixels} px"
-    report = Report(make_name(model) + ("" if options.peers else "-alone"), title, command, COLUMNS)
+    kind = ("" if options.peers else "-alone") + ("" if options.allocator == DEFAULT else f"-{options.allocator}")
+    report = Report(make_name(model) + kind, title, command, COLUMNS)
     counter, energy = find_counter()
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
