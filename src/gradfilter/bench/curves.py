@@ -49,19 +49,18 @@ def measure(
     where = f"{case.model}, {name}; elsewhere batch {case.batch}, {case.pixels} px, {case.threads} thread(s)"
     rows: list[dict[str, Any]] = []
     remarks = [
-        "As in the table of methods, but for the layout, which is that of the first point of each curve; median of "
+        "As in the table of methods, and everywhere in its layout; median of "
         f"{options.rounds} rounds. The patch is varied in place of the plan's own.",
         REMARKS[options.allocator],
     ]
     try:
+        layout = set_up(case).layout
         for varied, points in values.items():
-            layout = None
             for value in points:
                 options.watch(f"{varied} {value}")
                 at = case if varied == "patch" else replace(case, **{varied: value})
                 chosen = plan.override(patch=value) if varied == "patch" else plan
                 stage = set_up(at, layout)
-                layout = stage.layout
                 sides = make_sides({PLAN: chosen})
                 base = sides[PLAN].exact
                 found, _ = run_sides(stage, {key: sides[key] for key in (INFERENCE, base, PLAN)}, options.rounds)
