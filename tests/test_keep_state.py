@@ -3,7 +3,9 @@
 import copy
 import io
 import pickle
+import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -325,17 +327,43 @@ class Branches(nn.Module):
         return torch.cat(found, 1).mean((2, 3))
 
 
+behind_layers = pytest.mark.parametrize("layers", ["*", "convs.*"], ids=["behind a trained layer", "behind a frozen one"])
+
+
+@behind_layers
 @every_keep
-def test_layers_that_read_one_map_hold_it_once(case):
+def test_layers_that_read_one_map_hold_it_once(case, layers):
     """As `Full` does."""
-    plan, images = gf.Plan.all(gf.Backward(patch=2, keep=case.keep)), make_images(4, dtype=torch.float32)
+    plan, images = gf.Plan({layers: gf.Backward(patch=2, keep=case.keep)}), make_images(4, dtype=torch.float32)
     one, two = (measure_saved_bytes(gf.apply_(randomise(Branches(n)), plan), images) for n in (1, 2))
     assert one == two
 
 
+def test_what_layers_share_is_let_go_with_the_forward():
+    model = gf.apply_(Branches(2), gf.Plan({"convs.*": gf.Backward(patch=2)}))
+    means: list[weakref.ref[Tensor]] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        means.extend(weakref.ref(x) for x in args[0].means.values())
+
+    model.convs[1].register_forward_pre_hook(look)
+    model(make_images(4, dtype=torch.float32))  # and its graph is gone
+    assert [x() for x in means] == [None]
+
+
+def test_a_forward_that_breaks_off_leaves_a_model_that_copies():
+    model = gf.apply_(Branches(2), gf.Plan({"convs.*": gf.Backward(patch=2)}))
+    model.convs[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(make_images(4, dtype=torch.float32))
+    copy.deepcopy(model)
+
+
+@behind_layers
 @pytest.mark.parametrize("keep", [gf.Int8(stochastic=False), gf.HOSVD(0.8), gf.Subspace(rank=2)], ids=str)
-def test_a_map_that_has_changed_in_place_is_held_anew(keep):
-    model = gf.apply_(randomise(Branches(2, changes=True).double()), gf.Plan.all(gf.Backward(patch=1, keep=keep)))
+def test_a_map_that_has_changed_in_place_is_held_anew(keep, layers):
+    plan = gf.Plan({layers: gf.Backward(patch=1, keep=keep)})
+    model = gf.apply_(randomise(Branches(2, changes=True).double()), plan)
     weights = [p for p in model.parameters() if p.dim() == 4][1:]
     found = model(make_images(4)).chunk(2, 1)
     first, second = (torch.autograd.grad(y.sum(), w, retain_graph=True)[0] for y, w in zip(found, weights, strict=True))

@@ -98,6 +98,7 @@ class WholeModel(Hook):
 
     def look_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Find what the user should know; return features as plain tensors, which is what the user expects."""
+        self.applied.log.finish()
         if not torch.is_grad_enabled() or self.applied.paused or is_traced():
             return None
         if self.applied.log.bypasses is None:

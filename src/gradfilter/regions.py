@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.overrides import resolve_name
 
 from gradfilter.errors import ExitWarning
@@ -28,6 +30,7 @@ class Log:
         exits: From the latest planned layer and the function to the reason, `EXPECTED` where no other was needed.
         warned: Whether somebody was told about an exit that nobody expected: once per model is enough.
         bypasses: The exits by code that by-passes torch functions, found in the graph of the first forward; `None` before.
+        shared: While a forward runs, what is known of the tensors at which regions were entered; `None` outside of one.
     """
 
     regions: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -35,12 +38,33 @@ class Log:
     exits: dict[tuple[str, str], str] = field(default_factory=dict)
     warned: bool = False
     bypasses: dict[tuple[str, str], str] | None = None
+    shared: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Any]] | None = None
 
     def start(self) -> None:
         """Forget the forward before."""
         self.regions.clear()
         self.ranks.clear()
         self.exits = dict(self.bypasses or {})
+        self.shared = {}
+
+    def finish(self) -> None:
+        """Let go of what the layers of a forward share: from here on only what the graph holds is needed."""
+        self.shared = None
+
+    def share(self, x: Tensor, where: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what layers share that enter regions at the same tensor, at the same place: branches behind a frozen layer."""
+        if self.shared is None or x.is_inference():  # which does not tell whether it was changed
+            return make()
+        key = (id(x), x._version, *where)
+        owner, found = self.shared.get(key, (None, None))
+        if owner is None or owner() is not x:
+            found = make()
+            self.shared[key] = weakref.ref(x), found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: it shares nothing with a forward that was broken off."""
+        return {**self.__dict__, "shared": None}
 
     def join(self, region: str, layer: str) -> None:
         """Record that a planned layer runs in a region."""

@@ -408,6 +408,7 @@ def enter(x: Tensor, choices: Choices, layout: Layout = MAP) -> PatchTensor:
     patch = choices.tiling.patch_for(layout.size(x.shape))
     entered = borrow(wrap(x.detach(), enter_carrier(x, patch, layout), patch, choices, layout=layout))
     entered.watch.close()  # somebody outside holds it, and may change it
+    entered.means, entered.kept = choices.log.share(x, (patch, layout), lambda: ({}, {}))
     return entered
 
 

@@ -37,6 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Int8": {"patch": 1, "keep": "int8"},
     **{f"lift, patch {r} × Int8": {"patch": r, "keep": "int8"} for r in (2, 3)},
     "lift, grid 12 × Int8": {"grid": 12, "keep": "int8"},
+    "lumped, patch 2 × Int8": {"patch": 2, "kernel": "lumped", "keep": "int8"},
     "lift, patch 2 × HOSVD 0.8": {"patch": 2, "keep": "hosvd:0.8"},
 }
 RECIPE: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4, "clip": 2.0}

@@ -12,7 +12,7 @@ from gradfilter.accounting import count_as_paper
 from gradfilter.apply import apply_
 from gradfilter.bench.report import Report
 from gradfilter.models import make_model
-from gradfilter.models.papers import find_patches
+from gradfilter.models.papers import NETS, find_patches
 from gradfilter.plan import SHORTCUTS, Backward, Plan
 
 PIXELS = 512
@@ -29,14 +29,6 @@ class Column(NamedTuple):
 
 
 COLUMNS = (Column(0), Column(5), Column(10), Column(5, True), Column(10, True))
-NETS = {
-    "PSPNet-R18": ("PaperPSPNet", "resnet18"),
-    "PSPNet-MBV2": ("PaperPSPNet", "mobilenet_v2"),
-    "FCN-R18": ("PaperFCN", "resnet18"),
-    "DeepLabV3-R18": ("PaperDeepLabV3", "resnet18"),
-    "DeepLabV3-MBV2": ("PaperDeepLabV3", "mobilenet_v2"),
-    "UPerNet-R18": ("PaperUPerNet", "resnet18"),
-}
 PUBLISHED = {
     "PSPNet-R18": "166.5 15.0 110.6 0.14 0.79",
     "PSPNet-MBV2": "42.4 12.22 22.46 0.11 0.76",

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfilter.apply import apply_, freeze_, remove_
-from gradfilter.bench.paper_segment import NETS as PAPERS
 from gradfilter.bench.report import Report
 from gradfilter.cost import count_saved
 from gradfilter.data import IGNORE, MaskSet, load_masks, make_mask_transforms
 from gradfilter.fidelity import Batch, compare, find_gradients
 from gradfilter.models import find_info, make_model
+from gradfilter.models.papers import NETS as PAPERS
 from gradfilter.models.papers import find_patches
 from gradfilter.plan import Backward, Plan
 from gradfilter.train.batches import MaskRows, load, shuffle

@@ -14,6 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+NETS = {
+    "PSPNet-R18": ("PaperPSPNet", "resnet18"),
+    "PSPNet-MBV2": ("PaperPSPNet", "mobilenet_v2"),
+    "FCN-R18": ("PaperFCN", "resnet18"),
+    "DeepLabV3-R18": ("PaperDeepLabV3", "resnet18"),
+    "DeepLabV3-MBV2": ("PaperDeepLabV3", "mobilenet_v2"),
+    "UPerNet-R18": ("PaperUPerNet", "resnet18"),
+}
+"""The networks by the paper's names for them: the class that puts each together, and its encoder."""
 CHANNELS = 128
 UPERNET_CHANNELS = 512
 WINDOWS = (1, 2, 3, 6)

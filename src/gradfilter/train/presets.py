@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradfilter.errors import SettingsError
-from gradfilter.models.papers import find_patches
+from gradfilter.models.papers import NETS, find_patches
 
 _HALF = (0.5, 0.5, 0.5)
 
@@ -104,14 +104,7 @@ _SEGMENT = {
 _WHOLE = {"plan": "all", "exact": True, "auxiliary": 0.4}
 # The long side of Cityscapes' images, of 512×1024 pixels here, is the resolution.
 _CITYSCAPES = {**_SEGMENT, **_WHOLE, "data": "cityscapes", "resolution": 1024, "epochs": 54, "batch_norm": "train"}
-_SEGMENTERS = {
-    "pspnet-resnet18": ("PaperPSPNet", "resnet18"),
-    "pspnet-mobilenetv2": ("PaperPSPNet", "mobilenet_v2"),
-    "fcn-resnet18": ("PaperFCN", "resnet18"),
-    "deeplabv3-resnet18": ("PaperDeepLabV3", "resnet18"),
-    "deeplabv3-mobilenetv2": ("PaperDeepLabV3", "mobilenet_v2"),
-    "upernet-resnet18": ("PaperUPerNet", "resnet18"),
-}
+_SEGMENTERS = {f"{name.partition('-')[0]}-{net[1].replace('_', '')}".lower(): net for name, net in NETS.items()}
 _SEGMENT_METHODS: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
     "lift": {"kernel": "lift"},
