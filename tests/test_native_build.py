@@ -58,7 +58,7 @@ def test_a_compiler(tmp_path):
 
 @pytest.mark.skipif(shutil.which(ARM) is None, reason=f"no {ARM} on this machine")
 def test_another_processor(tmp_path):
-    """A Raspberry Pi's: compiled here without a warning, and not run."""
+    """A Raspberry Pi's: compiled here without a warning. test_native_arm.py runs it."""
     options = (
         f"-DCMAKE_C_COMPILER={ARM}",
         "-DCMAKE_SYSTEM_NAME=Linux",
