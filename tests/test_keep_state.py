@@ -346,14 +346,14 @@ def test_what_layers_share_is_let_go_with_the_forward():
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         means.extend(weakref.ref(x) for x in args[0].means.values())
 
-    model.convs[1].register_forward_pre_hook(look)
+    model.get_submodule("convs.1").register_forward_pre_hook(look)
     model(make_images(4, dtype=torch.float32))  # and its graph is gone
     assert [x() for x in means] == [None]
 
 
 def test_a_forward_that_breaks_off_leaves_a_model_that_copies():
     model = gf.apply_(Branches(2), gf.Plan({"convs.*": gf.Backward(patch=2)}))
-    model.convs[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    model.get_submodule("convs.1").register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(make_images(4, dtype=torch.float32))
     copy.deepcopy(model)

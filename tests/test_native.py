@@ -34,6 +34,7 @@ quick = settings(deadline=None, max_examples=60)
 def two_threads(request):
     """Run a test on two threads, torch's or the library's."""
     library = native.load()
+    assert library is not None
     if request.param == "its own":
         library.gf_set_team(None)
     torch.set_num_threads(2)
