@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +29,24 @@ def coarse(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "a filtered gradient was asked for with create_graph=True. The backward pass at patch resolution has no "
                 "second derivative. Call backward() without create_graph, or gradfilter.remove_(model) first."
             )
-        device = grads[0].device.type
+        g = grads[0] if len(grads) == 1 else add_exit(ctx, *grads)
+        if g is None:
+            return (None,) * len(ctx.needs_input_grad)
+        device = g.device.type
         if device != "meta" and torch.is_autocast_enabled(device):  # shapes alone have no autocast
             with torch.autocast(device, enabled=False):
-                return backward(ctx, *grads)
-        return backward(ctx, *grads)
+                return backward(ctx, g)
+        return backward(ctx, g)
 
     return guarded
+
+
+def add_exit(ctx: Any, gy: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """Return the gradient of a `Carry`: that of its carrier, and that of `Exit` where the value was used outside the rules."""
+    if gy is None:
+        return g
+    out = pool_sum(gy, ctx.patch, ctx.layout)
+    return out if g is None else g + out
 
 
 APPLY: Any = torch._C._FunctionBase.__dict__["apply"]  # type: ignore[attr-defined]
@@ -87,6 +98,42 @@ class Exit(Function):
         return pool_sum(gy, ctx.patch, ctx.layout), None, None, None, None, None
 
 
+class Out(NamedTuple):
+    """The value that a function of a region gives beside its carrier.
+
+    Attributes:
+        value: The value, which is not computed yet where it waits.
+        patch: The patch of the carrier.
+        choices: What the latest planned layer decided.
+        kind: The class of the result.
+        layout: Which axes are rows and columns.
+    """
+
+    value: Tensor
+    patch: Pair
+    choices: Choices
+    kind: type[PatchTensor]
+    layout: Layout = MAP
+
+
+class Carry(Function):
+    """A function of a region that gives the value and the carrier at once: what `Exit` would be a second function for.
+
+    Its forward returns `carry(ctx, ...)`; its backward, guarded by `coarse`, is given the sum of both gradients.
+    """
+
+
+def carry(ctx: Any, cells: Iterable[int], out: Out, changed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the results of a `Carry`: the value, or the tensor that was changed in place, and a carrier of so many cells."""
+    ctx.set_materialize_grads(False)  # most values have no gradient of their own
+    ctx.patch, ctx.layout, ctx.choices = out.patch, out.layout, out.choices
+    if changed is None:
+        # As in `Exit`, no view of anything that autograd knows.
+        return Tensor._make_subclass(out.kind, out.value), make_carrier(cells, out.value)
+    ctx.mark_dirty(changed)
+    return changed, make_carrier(cells, out.value)
+
+
 class Leave(Exit):
     """`Exit` as a plain tensor."""
 
@@ -117,8 +164,10 @@ class Rebind(Function):
         return zero, pool_sum(gy, ctx.patch, ctx.layout)
 
 
-EXIT_NODES: tuple[Any, ...] = (Exit._backward_cls, Rebind._backward_cls)  # type: ignore[attr-defined]
-"""The classes of the places in the graph where a region can end."""
+def is_exit(node: Any, output: int) -> bool:
+    """Tell whether an output of a place in the graph is a value of a region, so that whoever uses it there ends the region."""
+    made_by = getattr(node, "_forward_cls", None)
+    return output == 0 and made_by is not None and issubclass(made_by, (Exit, Rebind, Carry))
 
 
 class Enter(Function):

@@ -27,7 +27,6 @@ from gradfilter.recipe import Recipe, start
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
 SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009 (by its name it would be a tensor to a type checker)
-DETACH = torch.ops.aten.detach.default
 
 METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim requires_grad grad_fn is_leaf grad".split()),
@@ -108,8 +107,6 @@ class Handle(Tensor):
 
 def run_on_values(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an operator of torch on values: the `__torch_dispatch__` of tensors that may be deferred."""
-    if func is DETACH:  # which `settle` calls for every map that is changed in place
-        return pixels(args[0]).detach()
     args = tree_map_only(Handle, pixels, args)
     return func(*args, **tree_map_only(Handle, pixels, kwargs or {}))
 
@@ -175,8 +172,12 @@ def wait(x: Handle, recipe: Recipe) -> None:
 def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
-    with plain_torch(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
-        settle(x, x.recipe.run(IDENTITY, x.patch, last=True))
+    with plain_torch(), torch.no_grad():
+        if torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():  # most often neither
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
+                settle(x, x.recipe.run(IDENTITY, x.patch, last=True))
+        else:
+            settle(x, x.recipe.run(IDENTITY, x.patch, last=True))
 
 
 def settle(x: Handle, fused: Fused) -> None:
@@ -184,7 +185,8 @@ def settle(x: Handle, fused: Fused) -> None:
     x.recipe, x.value = None, fused.y
     SET_DATA(x, fused.y)
     if x.requires_grad:
-        x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
+        with torch._C._DisableTorchDispatch():
+            x.value = x.detach()  # which has the version of x: autograd finds out when it changes after somebody has saved it
     if fused.mean is not None:
         x.means[x.patch] = fused.mean
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 import gradfilter.rules  # noqa: F401  (registers the rules)
-from gradfilter.carriers import EXIT_NODES
+from gradfilter.carriers import is_exit
 from gradfilter.deferred import Handle
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
@@ -151,13 +151,14 @@ def find_exits(output: Any) -> list[tuple[str, Any]]:
     while todo:
         node, user = todo.pop()
         consumer = user or re.sub(r"Backward\d*$", "", node.name())
-        for child, _ in node.next_functions:
-            if isinstance(child, EXIT_NODES):
+        for child, output in node.next_functions:
+            ends = is_exit(child, output)
+            if ends:
                 found.append((consumer, child))
             if child is not None and child not in seen:
                 seen.add(child)
                 # A view of a PatchTensor is an alias of torch's own view. Not that ended the region, but who uses the view.
-                in_view = child.name() == "AliasBackward0" or (user and not isinstance(child, EXIT_NODES))
+                in_view = child.name() == "AliasBackward0" or (user and not ends)
                 todo.append((child, consumer if in_view else ""))
     return found
 

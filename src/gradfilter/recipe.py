@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -74,9 +75,12 @@ class Recipe(NamedTuple):
 
         Hooks may change parameters before it runs: what it needs of them is computed here.
         """
-        given, dtype, channels = (mu, var, gamma, beta), self.x.dtype, self.shape[1]
-        single = torch.float32 if dtype is torch.bfloat16 else dtype
-        if not all(fits(v, channels, single) for v in given) and not all(fits(v, channels, dtype) for v in given):
+        # Behind bfloat16, parameters are in that or in single precision.
+        dtype = torch.float32 if self.x.dtype is torch.bfloat16 and mu.dtype is torch.float32 else self.x.dtype
+        channels = self.shape[1]
+        if not (fits(mu, channels, dtype) and fits(var, channels, dtype)):
+            return None
+        if not (fits(gamma, channels, dtype) and fits(beta, channels, dtype)):
             return None
         scale, shift = native.fold(gamma, beta, mu, var, eps)
         return self._replace(scale=scale, shift=shift)
@@ -133,20 +137,28 @@ def find_convolution(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or w.dim() != 4 or x.dim() != 4 or x.shape[1] != w.shape[1] * groups:
+    if padding is None or x.dim() != 4 or not native.can_read(x, w):
         return None
-    if min(padding) < 0 or min(stride) < 1 or min(dilation) < 1 or not fits(b, w.shape[0], x.dtype):
-        return None  # torch says what is wrong
-    kernel = native.can_convolve(x, w, stride, padding, dilation, groups)
-    if kernel is None:
+    found = find_kernel(x.shape, w.shape, stride, padding, dilation, groups)
+    if found is None or not fits(b, w.shape[0], x.dtype):
+        return None  # where anything is wrong, torch says what
+    return Convolution(found[0], copy(w), b if b is None else copy(b), stride, padding, dilation, groups, found[1])
+
+
+@lru_cache(maxsize=4096)
+def find_kernel(
+    x: tuple[int, ...], w: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> tuple[str, Pair] | None:
+    """Return the library's kernel for an input and a weight of these shapes, and the size of the output."""
+    if len(w) != 4 or x[1] != w[1] * groups or min(padding) < 0 or min(stride) < 1 or min(dilation) < 1:
         return None
+    kernel = native.find_kernel(w, x[1], stride, padding, dilation, groups)
     h, width = (
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(x.shape[2:], padding, dilation, w.shape[2:], stride, strict=True)
+        (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in zip(x[2:], padding, dilation, w[2:], stride, strict=True)
     )
-    if min(h, width) < 1 or not native.prefers(kernel, w, stride, (h, width)):
+    if kernel is None or min(h, width) < 1 or not native.prefers(kernel, w, stride, (h, width)):
         return None
-    return Convolution(kernel, copy(w), b if b is None else copy(b), stride, padding, dilation, groups, (h, width))
+    return kernel, (h, width)
 
 
 def fits(values: Tensor | None, channels: int, dtype: torch.dtype) -> bool:

@@ -22,7 +22,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 from gradfilter import patches
-from gradfilter.carriers import EXIT_NODES, AxisMap, Enter, Exit, Leave, Rebind, call_function, make_carrier
+from gradfilter.carriers import AxisMap, Carry, Enter, Exit, Leave, Out, Rebind, call_function, is_exit, make_carrier
 from gradfilter.deferred import (
     METADATA,
     SET_DATA,
@@ -143,38 +143,42 @@ class PatchTensor(Handle):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the rule of `func`; without one, exit: run it exactly on the values."""
-        if any(not issubclass(kind, PatchTensor) and issubclass(kind, Handle) for kind in types):
-            return NotImplemented  # frozen maps are asked first: they become plain tensors, with the gradient they have
-        kwargs = {} if kwargs is None else dict(kwargs)
-        if not args and "input" in kwargs and "condition" not in kwargs:  # which comes first in `where`
-            args = (kwargs.pop("input"),)
+        for kind in types:
+            if not issubclass(kind, PatchTensor) and issubclass(kind, Handle):
+                return NotImplemented  # frozen maps are asked first: they become plain tensors, with the gradient they have
         with plain_torch():
-            if getattr(func, "__name__", "") == "__set__":  # autograd sets attributes too, from within its own functions
-                func(*args, **kwargs)
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+            found = RULES.get(func) if torch.is_grad_enabled() else None
+            if found is None and getattr(func, "__name__", "") == "__set__":  # autograd sets attributes, too, from within
+                func(*args, **(kwargs or {}))
                 if func == SET_DATA and isinstance(args[0], PatchTensor):  # another storage: not the carrier's value
                     args[0].recipe, args[0].value, args[0].seen_version = None, args[1].detach(), -1
                 return None
-            if func in METADATA:
-                return func(*args, **kwargs)
             if func is Tensor.tolist:  # which torch refuses for tensors with a `__torch_dispatch__`
                 return pixels(args[0]).tolist()
             given = find_patch_tensors(args)
             if kwargs:
+                kwargs = dict(kwargs)
+                if not args and "input" in kwargs and "condition" not in kwargs:  # which comes first in `where`
+                    args = (kwargs.pop("input"),)
+                    given = find_patch_tensors(args)
                 given += find_patch_tensors(kwargs.values())
+            else:
+                kwargs = {}
             for x in given:
-                check_not_borrowed(x)
+                if x.borrowed:
+                    check_not_borrowed(x)
                 if x.watch.waiting:
                     x.watch.settle()
-            found = result = None
+            result = None
             live = [x for x in given if x.requires_grad and is_live(x)]
-            if torch.is_grad_enabled():
-                found = RULES.get(func)
-                if found is not None and (found.any_layout or all(is_map(x, x.spatial) for x in live)):
-                    result = found.run(func, args, kwargs)
-                    if result is not NotImplemented and result is not REGION_ENDS:
-                        for x in live:
-                            x.consumed |= x is not result
-                        return result
+            if found is not None and (found.any_layout or all(is_map(x, x.spatial) for x in live)):
+                result = found.run(func, args, kwargs)
+                if result is not NotImplemented and result is not REGION_ENDS:
+                    for x in live:
+                        x.consumed |= x is not result
+                    return result
             expected = result is REGION_ENDS or func in EXPECTED_EXITS
             for x in given:  # who sees the value now may change it later
                 if x.recipe is not None:
@@ -204,8 +208,9 @@ def note_exit(live: list[PatchTensor], func: Callable[..., Any], reason: str = E
     first.log.note(first.layer, func, EXPECTED if first.features else reason)
     for x in live:
         node: Any = x.grad_fn
-        while node is not None and not isinstance(node, EXIT_NODES):  # a view is an exit at what it views
-            node = node.next_functions[0][0] if node.next_functions else None
+        output = x.output_nr
+        while node is not None and not is_exit(node, output):  # a view is an exit at what it views
+            node, output = node.next_functions[0] if node.next_functions else (None, 0)
         if node is not None:
             node.noted = True
 
@@ -272,9 +277,56 @@ def wrap(
 ) -> PatchTensor:
     """Return a PatchTensor of a fresh value and its carrier."""
     x: PatchTensor = call_function(Exit, carrier, (value,), patch, layout, choices, kind)  # type: ignore[assignment]
-    x.carrier, x.value, x.patch, x.choices, x.origin, x.spatial = carrier, value, patch, choices, origin, layout
+    return adopt(x, carrier, Out(value, patch, choices, kind, layout), origin)
+
+
+def adopt(x: PatchTensor, carrier: Tensor, out: Out, origin: Any = None) -> PatchTensor:
+    """Give a new handle on a value all that it knows."""
+    x.carrier, x.origin = carrier, origin
+    x.value, x.patch, x.choices, _, x.spatial = out
     x.means, x.kept, x.watch, x.seen_version = {}, {}, Watch(), x._version
     return x
+
+
+def emit(function: type[Carry], out: Out, *args: Any, origin: Any = None, recipe: Recipe | None = None) -> Tensor:
+    """Return the result of a rule that is one function of autograd: a PatchTensor, or a plain one without a gradient.
+
+    Args:
+        function: Called with `args` and, last, `out`.
+        out: The value; with a recipe, what stands for it until it is computed.
+        args: The carrier and whatever else the function takes.
+        origin: How the result was made.
+        recipe: How the value is computed.
+    """
+    x, carrier = call_function(function, *args, out)
+    if not carrier.requires_grad:
+        if recipe is None:
+            return out.value
+        with torch.no_grad():
+            return recipe.run().y
+    adopt(x, carrier, out, origin)
+    if recipe is not None:
+        wait(x, recipe)
+    return x
+
+
+def emit_into(x: PatchTensor | None, function: type[Carry], out: Out, *args: Any) -> Tensor:
+    """Return the result of a rule that may have worked in place on x, as `emit` does.
+
+    Args:
+        x: The tensor that was changed and is the result; `None` for a new one.
+        function: Called with `args`, then x, and last `out`.
+        out: The value.
+        args: The carrier and whatever else the function takes.
+    """
+    if x is None:
+        return emit(function, out, *args, None)
+    check_not_borrowed(x, written=True)
+    x.patch = out.patch
+    if is_traced() or x._is_view():  # of a view torch has to know more than `carry` tells
+        return rebind(x, call_function(function, *args, None, out)[1])
+    x.detach_()
+    return renew(x, call_function(function, *args, x, out)[1])
 
 
 def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
@@ -284,6 +336,11 @@ def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
         if not x._is_view():
             x.detach_()
         call_function(Rebind, x, carrier)
+    return renew(x, carrier)
+
+
+def renew(x: PatchTensor, carrier: Tensor) -> PatchTensor:
+    """Let x, whose value was changed in place, know nothing of what it was before."""
     x.carrier, x.origin, x.consumed, x.seen_version = carrier, None, False, x._version
     x.means, x.kept = {}, {}
     return x
@@ -339,14 +396,10 @@ class DeferredTensor(PatchTensor):
     __torch_dispatch__ = classmethod(run_on_values)
 
 
-def defer(recipe: Recipe, carrier: Tensor, patch: Pair, choices: Choices, origin: Any = None) -> Tensor:
-    """Return a map whose value is computed later; a plain tensor, computed now, where nothing needs a gradient."""
-    if not carrier.requires_grad:
-        with torch.no_grad():
-            return recipe.run().y
-    x = wrap(make_placeholder(recipe), carrier, patch, choices, origin, kind=DeferredTensor)
-    wait(x, recipe)
-    return x
+def defer(recipe: Recipe, function: type[Carry], patch: Pair, choices: Choices, *args: Any, origin: Any = None) -> Tensor:
+    """Return a map whose value is computed later, the result of `function` with these arguments; see `emit`."""
+    out = Out(make_placeholder(recipe), patch, choices, DeferredTensor)
+    return emit(function, out, *args, origin=origin, recipe=recipe)
 
 
 def spatial_size(x: PatchTensor) -> Pair:

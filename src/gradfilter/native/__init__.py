@@ -8,7 +8,7 @@ back through a depthwise convolution at patch resolution; `empty` makes large te
 with equal results.
 """
 
-from gradfilter.native.conv import can_convolve, convolve, prefers
+from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
 from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool, max_route
@@ -36,10 +36,12 @@ __all__ = [
     "can_convolve",
     "can_max_pool",
     "can_pair",
+    "can_read",
     "can_run",
     "can_scale",
     "convolve",
     "empty",
+    "find_kernel",
     "find_library",
     "fold",
     "is_on",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradfilter.native.fused import as_floats
 from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
-from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
+from gradfilter.native.values import Act, Fused, Pair, count_dtype, is_smooth
 
-_DEPTHWISE = struct.Struct("6q 4i 3f i 7Q 4Q 10q")
-_DENSE = struct.Struct("6q 4i 3f i 7Q 4Q 11q")
-"""`gf_depthwise`, and `gf_dense` of conv.h, which is Winograd's, too."""
+_HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
+"""How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
 _LEAST_CHANNELS = 16
 """`GF_LEAST_CHANNELS` of conv.h."""
 _MOST_PIXELS = 1 << 24
@@ -43,21 +45,36 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
         dilation: The dilation `(h, w)`.
         groups: The groups.
     """
-    if not (can_run(x) and x.dtype is torch.float32 and x.is_contiguous(memory_format=torch.channels_last)):
+    if not can_read(x, w):
         return None
-    if type(w) not in (Tensor, Parameter) or w.dtype is not torch.float32 or w.device != x.device:
+    return find_kernel(w.shape, x.shape[1], stride, padding, dilation, groups)
+
+
+def can_read(x: Tensor, w: Tensor) -> bool:
+    """Tell whether the library can read an input and a weight."""
+    return (
+        can_run(x)
+        and x.dtype is w.dtype is torch.float32
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and type(w) in (Tensor, Parameter)
+        and w.is_cpu
+    )
+
+
+@lru_cache(maxsize=4096)
+def find_kernel(shape: tuple[int, ...], inputs: int, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
+    """Return the kernel for a weight of this shape."""
+    if shape[0] < _LEAST_CHANNELS:
         return None
-    if w.shape[0] < _LEAST_CHANNELS:
-        return None
-    if groups == w.shape[0] == x.shape[1]:
+    if groups == shape[0] == inputs:
         return "depthwise"
     if groups > 1:
         return None
-    square = w.shape[2:] == (3, 3) and stride == dilation == (1, 1) and max(padding) <= 2
-    return "winograd" if square and w.shape[1] >= _LEAST_CHANNELS else "dense"
+    square = shape[2:] == (3, 3) and stride == dilation == (1, 1) and max(padding) <= 2
+    return "winograd" if square and shape[1] >= _LEAST_CHANNELS else "dense"
 
 
-def prefers(kernel: str, w: Tensor, stride: Pair, out_size: Pair) -> bool:
+def prefers(kernel: str, w: Sequence[int], stride: Pair, out_size: Pair) -> bool:
     """Tell whether a convolution is faster in the library than in torch with `norm_act` after it.
 
     Measured on AVX2, 16 to 1024 channels, batches of 1 to 32. Dense: ahead of torch by up to 1.3 (by 2 to 4 where torch's
@@ -67,15 +84,15 @@ def prefers(kernel: str, w: Tensor, stride: Pair, out_size: Pair) -> bool:
 
     Args:
         kernel: What `can_convolve` says.
-        w: The weight, as torch has it.
+        w: The shape of the weight, as torch has it.
         stride: The stride `(h, w)`.
         out_size: Size `(h, w)` of the output.
     """
     if kernel == "winograd":
         tiles = math.prod(-(-n // 2) for n in out_size)
         return 2 * 9 * math.prod(out_size) >= 3 * 16 * tiles
-    alone = w.shape[2:] == stride == (1, 1)
-    return kernel == "depthwise" or w.shape[1] < (_MANY_INPUTS if alone else _MANY_IN_STRIPS)
+    alone = w[2:] == stride == (1, 1)
+    return kernel == "depthwise" or w[1] < (_MANY_INPUTS if alone else _MANY_IN_STRIPS)
 
 
 def convolve(
@@ -114,23 +131,37 @@ def convolve(
         residual: A map of the output's shape to add before the activation.
         want_slope: Whether the slope is asked for.
     """
-    groups = len(w) if kernel == "depthwise" else 1
     shape = (len(x), len(w), *out_size)
-    runs = can_convolve(x, w, stride, padding, dilation, groups) == kernel and _can_finish(shape, patch, residual)
-    if not runs:
+    if not (can_read(x, w) and _can_finish(shape, patch, residual)):
+        groups = len(w) if kernel == "depthwise" else 1
         ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
         after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
         with torch.no_grad():
             padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
             y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
         return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
-    result, fields, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
-    geometry = (*x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
-    if kernel == "depthwise":
-        call("depthwise", _DEPTHWISE.pack(*fields, *geometry))
-    else:
-        call(kernel, _DENSE.pack(*fields, x.shape[1], *geometry))
-    del held
+    if bias is not None:
+        with torch.no_grad():
+            bias = bias if scale is None else bias * scale
+            shift = bias if shift is None else shift + bias
+    scale, shift, w = as_floats(scale), as_floats(shift), w.contiguous()
+    result = _make_result(shape, act, patch, want_slope)
+    y, mean, slope = result
+    head = _make_head(shape, _UNPOOLED if mean is None else patch, act, 0 if slope is None else slope.element_size())
+    pointers = _POINTERS.pack(
+        0,
+        0 if residual is None else residual.data_ptr(),
+        y.data_ptr(),
+        0,
+        0,
+        0 if mean is None else mean.data_ptr(),
+        0 if slope is None else slope.data_ptr(),
+        x.data_ptr(),
+        w.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if shift is None else shift.data_ptr(),
+    )
+    call(kernel, head + pointers + _make_tail(kernel, x.shape, w.shape, stride, dilation, padding))
     return result
 
 
@@ -145,35 +176,28 @@ def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) ->
     return plain and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
 
 
-def _prepare(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
-    residual: Tensor | None,
-    want_slope: bool,
-) -> tuple[Fused, list[int | float], list[Tensor | None]]:
-    """Return the tensors of a result, the fields that both structs begin with, and what must live until the call is over."""
-    with torch.no_grad():
-        if bias is not None:
-            bias = bias if scale is None else bias * scale
-            shift = bias if shift is None else shift + bias
-        held = [x, w.contiguous(), *(v if v is None else v.float().contiguous() for v in (scale, shift))]
+def _make_result(shape: tuple[int, ...], act: Act, patch: Pair, want_slope: bool) -> Fused:
+    """Return the tensors of a result, which the library fills."""
     layout = torch.channels_last
     y = empty(shape, torch.float32, layout)
-    mean = slope = None
     if patch == (1, 1):
-        patch = _UNPOOLED
-    else:
-        cells = (*shape[:2], *count_cells((shape[2], shape[3]), patch))
-        mean = empty(cells, torch.float32, layout)
-        if want_slope and act.kind:
-            slope = empty(cells, torch.float32 if is_smooth(act) else count_dtype(patch), layout)
-    count = 0 if slope is None else slope.element_size()
-    fields = [*shape, *patch, 1, 0, act.kind, count, act.lo, act.hi, act.slope, 0]
-    pointers = [None, residual, y, None, None, mean, slope, *held]
-    return Fused(y, mean, slope), [*fields, *(0 if v is None else v.data_ptr() for v in pointers)], held
+        return Fused(y, None, None)
+    cells = (shape[0], shape[1], -(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
+    mean = empty(cells, torch.float32, layout)
+    if not (want_slope and act.kind):
+        return Fused(y, mean, None)
+    return Fused(y, mean, empty(cells, torch.float32 if is_smooth(act) else count_dtype(patch), layout))
+
+
+@lru_cache(maxsize=4096)
+def _make_head(shape: tuple[int, ...], patch: Pair, act: Act, count: int) -> bytes:
+    """Return what a task begins with."""
+    return _HEAD.pack(*shape, *patch, 1, 0, act.kind, count, act.lo, act.hi, act.slope, 0)
+
+
+@lru_cache(maxsize=4096)
+def _make_tail(kernel: str, x: tuple[int, ...], w: tuple[int, ...], stride: Pair, dilation: Pair, padding: Pair) -> bytes:
+    """Return what a task ends with, for an input and a weight of these shapes."""
+    inputs = () if kernel == "depthwise" else (x[1],)
+    numbers = (*inputs, *x[2:], *w[2:], *stride, *dilation, *padding)
+    return struct.pack(f"{len(numbers)}q", *numbers)

@@ -105,7 +105,7 @@ def norm_act(
         mean = empty(cells, x.dtype, layout)
         if want_slope and act.kind:
             slope = empty(cells, x.dtype if is_smooth(act) else count_dtype(patch), layout)
-    scale, shift = _as_floats(scale), _as_floats(shift)
+    scale, shift = as_floats(scale), as_floats(shift)
     run_pass(x, y, act, patch, scale=scale, shift=shift, residual=residual, mean=mean, slope=slope)
     if out is not None and not out.is_inference():
         increment_version(out)
@@ -117,7 +117,7 @@ def _fits(other: Tensor | None, x: Tensor) -> bool:
     return other is None or (type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.is_cpu)
 
 
-def _as_floats(values: Tensor | None) -> Tensor | None:
+def as_floats(values: Tensor | None) -> Tensor | None:
     """Return one number per channel as the library reads them."""
     if values is None or (values.dtype is torch.float32 and values.is_contiguous()):
         return values
@@ -126,19 +126,27 @@ def _as_floats(values: Tensor | None) -> Tensor | None:
 
 def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
-    given = gamma, beta, mean, var
-    if not is_on() or not all(v is None or _is_readable(v) for v in given):
+    if not (is_on() and _is_readable(gamma) and _is_readable(beta) and _is_readable(mean) and _is_readable(var)):
         with torch.no_grad():
             scale = (var.double() + eps).rsqrt()
             scale = scale if gamma is None else scale * gamma
             shift = -mean * scale if beta is None else beta - mean * scale
             return scale.float(), shift.float()
-    scale, shift = (torch.empty(mean.shape, dtype=torch.float32) for _ in range(2))
-    pointers = [0 if v is None else v.data_ptr() for v in given]
-    load().gf_fold(*pointers, eps, mean.shape[0], scale.data_ptr(), shift.data_ptr())  # type: ignore[union-attr]
+    channels = len(mean)
+    scale, shift = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
+    load().gf_fold(  # type: ignore[union-attr]
+        0 if gamma is None else gamma.data_ptr(),
+        0 if beta is None else beta.data_ptr(),
+        mean.data_ptr(),
+        var.data_ptr(),
+        eps,
+        channels,
+        scale.data_ptr(),
+        shift.data_ptr(),
+    )
     return scale, shift
 
 
-def _is_readable(v: Tensor) -> bool:
-    """Tell whether the library can read one number per channel as they are."""
-    return v.dtype is torch.float32 and v.is_cpu and v.is_contiguous()
+def _is_readable(v: Tensor | None) -> bool:
+    """Tell whether the library can read one number per channel as they are, or there are none."""
+    return v is None or (v.dtype is torch.float32 and v.is_cpu and v.is_contiguous())

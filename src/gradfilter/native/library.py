@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,18 @@ def can_run(x: Tensor) -> bool:
     )
 
 
+@lru_cache(maxsize=32)
+def find_entry(name: str) -> Callable[[bytes, int], int]:
+    """Return one of the library's functions."""
+    return getattr(load(), f"gf_{name}_map")
+
+
 def call(name: str, task: bytes) -> None:
     """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator."""
-    function = getattr(load(), f"gf_{name}_map")
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(f"gradfilter::{name}"):
-            code = function(task, torch.get_num_threads())
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(f"gradfilter::{name}"):
+            code = find_entry(name)(task, torch.get_num_threads())
     else:
-        code = function(task, torch.get_num_threads())
+        code = find_entry(name)(task, torch.get_num_threads())
     if code:
         raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter.carriers import call_function, coarse, make_carrier
+from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_add, wait
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
@@ -17,10 +17,23 @@ from gradfilter.patches import Layout, Pair, count_cells, pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet
-from gradfilter.tensor import PatchTensor, defer, find_live, finish, hold_map, is_live, leave, mean, pixels, rule, spatial_size
+from gradfilter.tensor import (
+    PatchTensor,
+    defer,
+    emit_into,
+    find_live,
+    finish,
+    hold_map,
+    is_live,
+    leave,
+    mean,
+    pixels,
+    rule,
+    spatial_size,
+)
 
 
-class Add(Function):
+class Add(Carry):
     """Carry a gradient back through a·x + b·y between PatchTensors.
 
     Equation: Gx = a·G, Gy = b·G.
@@ -29,14 +42,14 @@ class Add(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, a: float, b: float, value: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: float, b: float, changed: Tensor | None, out: Out) -> tuple[Tensor, Tensor]:
         ctx.a, ctx.b = a, b
-        return make_carrier(x.shape, value)
+        return carry(ctx, x.shape, out, changed)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        return scaled(g, ctx.a), scaled(g, ctx.b), None, None, None
+        return scaled(g, ctx.a), scaled(g, ctx.b), None, None, None, None
 
 
 def scaled(g: Tensor, factor: float) -> Tensor:
@@ -165,7 +178,7 @@ def run_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a: float, 
     with torch.no_grad():
         y = func(*map(value_of, args), **kwargs)
     if met is not None:
-        return met.finish(y, call_function(Add, *met.carriers, a, b, y), x if inplace else None)  # type: ignore[arg-type]
+        return emit_into(x if inplace else None, Add, met.make_out(y), *met.carriers, a, b)
     carrier = expand_carrier(x, y)
     if carrier is None:
         return NotImplemented
@@ -179,12 +192,11 @@ def add_deferred(x: PatchTensor, residual: PatchTensor, met: Meeting, inplace: b
     """Return the sum of a deferred x and a residual, deferred."""
     assert x.recipe is not None
     value = pixels(residual)
-    carrier: Tensor = call_function(Add, *met.carriers, 1, 1, value)  # type: ignore[assignment]
     recipe = x.recipe.add(residual, value)
     if not inplace:
-        return defer(recipe, carrier, met.patch, met.choices)
+        return defer(recipe, Add, met.patch, met.choices, *met.carriers, 1, 1, None)
     wait(x, recipe)
-    return met.finish(value, carrier, x)
+    return emit_into(x, Add, met.make_out(value), *met.carriers, 1, 1)
 
 
 def value_of(argument: Any) -> Any:

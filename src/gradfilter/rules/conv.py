@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from gradfilter import patches
-from gradfilter.carriers import call_function, coarse, make_carrier
+from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_compute, can_defer
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
@@ -20,7 +19,7 @@ from gradfilter.regions import Choices
 from gradfilter.rules.geometry import Geometry, make_geometry
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import conv_gradients
-from gradfilter.tensor import PatchTensor, defer, is_live, is_traced, keep_input, mean, pixels, rule, wrap
+from gradfilter.tensor import PatchTensor, defer, emit, is_live, is_traced, keep_input, mean, pixels, rule
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
@@ -51,7 +50,7 @@ def orient(w: Tensor, geometry: Geometry) -> Tensor:
     return w.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
-class Conv(Function):
+class Conv(Carry):
     """Carry a gradient back through conv2d or conv_transpose2d.
 
     Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
@@ -59,11 +58,11 @@ class Conv(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, kept: Kept | None, geometry: Geometry, y: Tensor
-    ) -> Tensor:
+        ctx: Any, carrier: Tensor, w: Tensor, b: Tensor | None, kept: Kept | None, geometry: Geometry, out: Out
+    ) -> tuple[Tensor, Tensor]:
         save(ctx, [kept], w if ctx.needs_input_grad[0] else None)
         ctx.geometry, ctx.w_shape = geometry, w.shape
-        return make_carrier((*y.shape[:2], *geometry.out_cells), y)
+        return carry(ctx, (*out.value.shape[:2], *geometry.out_cells), out)
 
     @staticmethod
     @coarse
@@ -85,7 +84,7 @@ class ConvOrigin(NamedTuple):
     geometry: Geometry
 
 
-class ConvNorm(Function):
+class ConvNorm(Carry):
     """Carry a gradient back through a convolution and the eval-mode batch norm behind it, as one function.
 
     Equation: with v = w·γ/σ the folded kernel and gV the gradient of the coarse twin at v,
@@ -107,11 +106,11 @@ class ConvNorm(Function):
         eps: float,
         kept: Kept | None,
         geometry: Geometry,
-        y: Tensor,
-    ) -> Tensor:
+        out: Out,
+    ) -> tuple[Tensor, Tensor]:
         save(ctx, [kept], w, b, gamma, mu, var)
         ctx.geometry, ctx.eps = geometry, eps
-        return make_carrier((*y.shape[:2], *geometry.out_cells), y)
+        return carry(ctx, (*out.value.shape[:2], *geometry.out_cells), out)
 
     @staticmethod
     @coarse
@@ -265,13 +264,10 @@ def finish_conv(
     if weight.requires_grad:
         with torch.no_grad():
             kept = keep_input(read, pool_input(read, geometry), choices, y.dtype)
-    carrier: Tensor = call_function(Conv, read.carrier, weight, bias, kept, geometry, y)  # type: ignore[assignment]
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
     if recipe is not None:
-        return defer(recipe, carrier, geometry.out_patch, choices, origin)
-    if not carrier.requires_grad:
-        return y
-    return wrap(y, carrier, geometry.out_patch, choices, origin)
+        return defer(recipe, Conv, geometry.out_patch, choices, *origin, origin=origin)
+    return emit(Conv, Out(y, geometry.out_patch, choices, PatchTensor), *origin, origin=origin)
 
 
 @rule(torch.conv_transpose2d)

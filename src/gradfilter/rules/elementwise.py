@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter import native
-from gradfilter.carriers import call_function, coarse, make_carrier
+from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import run_act
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
@@ -19,7 +19,7 @@ from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import PatchTensor, finish, hold_map, is_live, is_traced, pixels, rule, spatial_size
+from gradfilter.tensor import PatchTensor, emit_into, finish, hold_map, is_live, is_traced, pixels, rule
 
 
 class Derivative(Function):
@@ -42,7 +42,7 @@ class Derivative(Function):
         return None, None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True))
 
 
-class StepDerivative(Function):
+class StepDerivative(Carry):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
     Equation: Gx = G · (low + (high − low)·count/|I|), count = the pixels of the patch on the steep piece.
@@ -52,11 +52,11 @@ class StepDerivative(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout
-    ) -> Tensor:
-        ctx.size, ctx.patch, ctx.slopes, ctx.layout = size, patch, slopes, layout
+        ctx: Any, carrier: Tensor, count: Tensor, slopes: tuple[float, float], changed: Tensor | None, out: Out
+    ) -> tuple[Tensor, Tensor]:
+        ctx.size, ctx.slopes = out.layout.size(out.value.shape), slopes
         ctx.save_for_backward(count)
-        return make_carrier(carrier.shape, carrier)
+        return carry(ctx, carrier.shape, out, changed)
 
     @staticmethod
     @coarse
@@ -68,7 +68,7 @@ class StepDerivative(Function):
         else:
             share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
             gx = g * (share if (low, high) == (0, 1) else low + (high - low) * share)
-        return gx, None, None, None, None, None
+        return gx, None, None, None, None
 
 
 def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
@@ -155,8 +155,11 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = None if fused is None else fused.slope
         if count is None:
             count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
-    carrier: Tensor = call_function(StepDerivative, x.carrier, count, (slope, 1.0), spatial_size(x), x.patch, x.spatial)  # type: ignore[assignment]
-    return finish(x, y, carrier, inplace=inplace, mean=None if fused is None else fused.mean)
+    out = Out(y, x.patch, x.choices, PatchTensor, x.spatial)
+    z = emit_into(x if inplace else None, StepDerivative, out, x.carrier, count, (slope, 1.0))
+    if fused is not None and fused.mean is not None and isinstance(z, PatchTensor):
+        z.means[z.patch] = fused.mean
+    return z
 
 
 ACTIVATIONS = (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradfilter.carriers import Out
 from gradfilter.patches import Layout, Pair, count_cells
 from gradfilter.regions import Choices
 from gradfilter.tensor import (
@@ -38,6 +39,10 @@ class Meeting(NamedTuple):
     layout: Layout
     choices: Choices
     carriers: list[Tensor]
+
+    def make_out(self, y: Tensor) -> Out:
+        """Return the value of a rule's result as functions of autograd take it."""
+        return Out(y, self.patch, self.choices, PatchTensor, self.layout)
 
     def finish(self, y: Tensor, carrier: Tensor, changed: PatchTensor | None = None) -> PatchTensor:
         """Return the result of a rule: a PatchTensor, `changed` itself where the function has worked in place on it."""

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter.carriers import call_function, coarse, make_carrier
+from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.errors import InputError
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Pair, is_map, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
-from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, defer, finish, hold_map, is_live, mean, pixels, rule, wrap
+from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, defer, emit, finish, hold_map, is_live, mean, pixels, rule, wrap
 
 # Divides by a window of neighbouring channels: a coarse form would need the moments of all channels with all others.
 EXPECTED_EXITS.add(F.local_response_norm)
@@ -39,7 +39,7 @@ def share_sums(sums: Tensor, shared: int, is_batch: bool) -> Tensor:
     return sums.unflatten(1, (-1, shared)).sum(2).repeat_interleave(shared, 1)
 
 
-class NormEval(Function):
+class NormEval(Carry):
     """Carry a gradient back through a batch norm in eval mode.
 
     Equation: Gx = G·γ/σ, gβ = Σ G, gγ = Σ G·(x̄ − μ)/σ.
@@ -57,11 +57,11 @@ class NormEval(Function):
         var: Tensor,
         eps: float,
         x_bar: Kept | None,
-        y: Tensor,
-    ) -> Tensor:
+        out: Out,
+    ) -> tuple[Tensor, Tensor]:
         save(ctx, [x_bar], gamma, mu, var)
         ctx.eps = eps
-        return make_carrier(carrier.shape, y)
+        return carry(ctx, carrier.shape, out)
 
     @staticmethod
     @coarse
@@ -156,24 +156,20 @@ def batch_norm(
     recipe = None
     if running_mean is not None and running_var is not None and can_defer(x):
         recipe = make_recipe(x).normalise(running_mean, running_var, weight, bias, eps)
-    if recipe is None:
-        with torch.no_grad():
-            y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
-    else:
-        y = x.value  # it stands for a value that waits: all that carriers need to know are its shape and dtype
-    statistics = (running_mean, running_var, eps)
     trains_gamma = weight is not None and weight.requires_grad
     origin = x.origin
     if isinstance(origin, ConvOrigin) and (origin.kept is not None or not trains_gamma):
-        carrier = call_function(
-            ConvNorm, origin.carrier, origin.w, origin.b, weight, bias, *statistics, origin.kept, origin.geometry, y
-        )
+        function = ConvNorm
+        args = (*origin[:3], weight, bias, running_mean, running_var, eps, origin.kept, origin.geometry)
     else:
+        function = NormEval
         x_bar = hold_map(mean(x), x.choices) if trains_gamma else None
-        carrier = NormEval.apply(x.carrier, weight, bias, *statistics, x_bar, y)
+        args = (x.carrier, weight, bias, running_mean, running_var, eps, x_bar)
     if recipe is not None:
-        return defer(recipe, carrier, x.patch, x.choices)  # type: ignore[arg-type]
-    return finish(x, y, carrier)  # type: ignore[arg-type]
+        return defer(recipe, function, x.patch, x.choices, *args)
+    with torch.no_grad():
+        y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
+    return emit(function, Out(y, x.patch, x.choices, PatchTensor, x.spatial), *args)
 
 
 def normalise_features(func: Any, x: PatchTensor, *args: Any) -> Any:
