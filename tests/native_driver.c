@@ -11,6 +11,7 @@
 int gf_norm_act_map(const void *, int), gf_unpool_map(const void *, int), gf_slope_map(const void *, int);
 int gf_depthwise_map(const void *, int), gf_dense_map(const void *, int), gf_winograd_map(const void *, int);
 int gf_max_pool_map(const void *, int), gf_max_route_map(const void *, int), gf_pairs_map(const void *, int);
+int gf_norm_back_map(const void *, int), gf_norm_end_map(const void *, int);
 
 static uint32_t seed = 1;
 
@@ -133,6 +134,22 @@ static void run_pairs(int64_t c, int64_t cells) {
     put(t.gq, 9 * c, 4);
 }
 
+/* The way back through a batch norm; variances are squares of what is drawn. */
+static void run_norms(int64_t rows, int64_t c, int64_t k, int scaled) {
+    float *var = draw(c), *vectors = malloc((size_t)(4 * c) * 4), *out = scaled ? malloc((size_t)(rows * c) * 4) : NULL;
+    for (int64_t i = 0; i < c; i++) var[i] = var[i] * var[i] + 1;
+    float *scale = vectors, *total = vectors + c, *g_gamma = vectors + 2 * c, *g_bias = vectors + 3 * c, *gamma = draw(c);
+    for (int64_t i = 0; i < c; i++) gamma[i] += 3;
+    const gf_norm_back back = {rows, c, 1e-3, draw(rows * c), gamma, var, scale, total, out};
+    need(gf_norm_back_map(&back, 2));
+    if (out) put(out, rows * c, 4);
+    float *gw = draw(c * k);
+    const gf_norm_end end = {c, k, 1e-3, scaled, draw(c * k), draw(c), draw(c), var, scale, total, gw, g_gamma, g_bias};
+    need(gf_norm_end_map(&end, 2));
+    put(vectors, 4 * c, 4);
+    put(gw, c * k, 4);
+}
+
 int main(void) {
     for (int kind = GF_IDENTITY; kind <= GF_SILU; kind++)
         for (int last = 0; last < 2; last++) {
@@ -150,5 +167,7 @@ int main(void) {
     run_pooling(17, 4);
     run_pairs(40, 5);
     run_pairs(150, 3);
+    run_norms(77, 40, 27, 0);
+    run_norms(33, 150, 64, 1);
     return 0;
 }

@@ -1,13 +1,15 @@
 """Passes over maps in a small C library, on memory that is used again; in torch where there is no library.
 
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
-convolution that ends in such a pass; `scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool`
+convolution that ends in such a pass; `scale_by_counts` is the gradient of an activation, `norm_back` and `norm_end` those of a
+batch norm; `pool_mean`, `pool_sum` and `unpool`
 go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way
 back through a depthwise convolution at patch resolution; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
 
+from gradfilter.native.affine import NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
 from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
@@ -30,6 +32,7 @@ __all__ = [
     "AxisPairs",
     "BlockBytes",
     "Fused",
+    "NormBack",
     "Pooled",
     "Taps",
     "block_bytes",
@@ -50,6 +53,8 @@ __all__ = [
     "max_pool",
     "max_route",
     "norm_act",
+    "norm_back",
+    "norm_end",
     "off",
     "pair_gradients",
     "plain_memory",
@@ -58,6 +63,8 @@ __all__ = [
     "prefers",
     "scale_by_counts",
     "torch_norm_act",
+    "torch_norm_back",
+    "torch_norm_end",
     "torch_unpool",
     "trim",
     "unpool",

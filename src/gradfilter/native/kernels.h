@@ -23,7 +23,7 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 7 };
+enum { GF_ABI = 8 };
 
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
@@ -86,10 +86,42 @@ typedef struct {
 /* Run row `row` of cells, counted over all images, and in NCHW memory over all channels. */
 typedef void gf_slope_unit(const gf_slope *task, int64_t row);
 
+/* The way back through a batch norm with fixed statistics, before the convolution in front of it: scale = gamma / sigma,
+ * total = the sum of g over all rows, scaled = g * scale. */
+typedef struct {
+    int64_t rows, c;
+    double eps;
+    const float *g;     /* [rows, C] */
+    const float *gamma; /* [C], or NULL for 1 */
+    const float *var;   /* [C] */
+    float *scale, *total; /* [C] */
+    float *scaled;        /* [rows, C], or NULL */
+} gf_norm_back;
+
+/* The same behind that convolution, where its weight has the gradient gw: of scaled g, or else it becomes gw * scale here.
+ * With gv = gw / scale, g_gamma = (<gv, weight> + (bias - mean) * total) / sigma and g_bias = total * scale. */
+typedef struct {
+    int64_t c, k; /* output channels, and weights of each */
+    double eps;
+    int64_t is_scaled;
+    const float *weight; /* [C, k] */
+    const float *bias;   /* [C], or NULL for 0 */
+    const float *mean, *var, *scale, *total; /* [C] */
+    float *gw;                /* [C, k], in the order of the weight */
+    float *g_gamma, *g_bias;  /* [C], or NULL */
+} gf_norm_end;
+
+/* Channels of a unit of the first, all rows of them; the second has one unit per channel. */
+enum { GF_NORM_BLOCK = 64 };
+typedef void gf_norm_back_unit(const gf_norm_back *task, int64_t unit);
+typedef void gf_norm_end_unit(const gf_norm_end *task, int64_t channel);
+
 /* What a level of the instruction set has to offer. */
 typedef struct {
     gf_norm_act_unit *norm_act;
     gf_slope_unit *slope;
+    gf_norm_back_unit *norm_back;
+    gf_norm_end_unit *norm_end;
 } gf_kernels;
 
 /* The number of the level in use, and its table. */

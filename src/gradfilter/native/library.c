@@ -92,6 +92,33 @@ GF_EXPORT int gf_slope_map(const void *packed, int threads) {
     return gf_parallel(run_slope, &task, rows, gf_useful_threads(threads, cells), 0);
 }
 
+static void run_norm_back(const void *argument, int64_t unit, void *scratch) {
+    (void)scratch;
+    gf_current()->norm_back(argument, unit);
+}
+
+static void run_norm_end(const void *argument, int64_t unit, void *scratch) {
+    (void)scratch;
+    gf_current()->norm_end(argument, unit);
+}
+
+/* Returns 1 where a factor is 0: then g is not scaled, for what is left of it would not tell the gradient of gamma. */
+GF_EXPORT int gf_norm_back_map(const void *packed, int threads) {
+    gf_norm_back task;
+    memcpy(&task, packed, sizeof task);
+    int zero = 0;
+    for (int64_t i = 0; task.scaled && task.gamma && i < task.c; i++) zero |= task.gamma[i] == 0;
+    if (zero) task.scaled = NULL;
+    threads = gf_useful_threads(threads, task.rows * task.c);
+    return gf_parallel(run_norm_back, &task, gf_ceil_div(task.c, GF_NORM_BLOCK), threads, 0) < 0 ? -1 : zero;
+}
+
+GF_EXPORT int gf_norm_end_map(const void *packed, int threads) {
+    gf_norm_end task;
+    memcpy(&task, packed, sizeof task);
+    return gf_parallel(run_norm_end, &task, task.c, gf_useful_threads(threads, task.c * task.k), 0);
+}
+
 /* Batch normalisation with fixed statistics as x * scale + shift; gamma and beta may be NULL. */
 GF_EXPORT void gf_fold(const float *gamma, const float *beta, const float *mean, const float *var, double eps, int64_t c,
                        float *scale, float *shift) {

@@ -16,7 +16,9 @@ from torch.autograd import forward_ad, profiler
 
 logger = logging.getLogger(__name__)
 
-ABI = 7
+ABI = 8
+ENTRIES = "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd pairs".split()
+"""The library's functions that take a task and a number of threads."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
@@ -50,7 +52,7 @@ def load() -> ctypes.CDLL | None:
         logger.warning("%s is of another version; everything runs in torch. Install gradfilter again.", path)
         return None
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    for name in ("norm_act", "unpool", "slope", "max_pool", "max_route", "depthwise", "dense", "winograd", "pairs"):
+    for name in ENTRIES:
         getattr(library, f"gf_{name}_map").argtypes = [ctypes.c_char_p, number]
     library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]
     library.gf_fold.restype = library.gf_trim.restype = library.gf_block_bytes.restype = None
@@ -117,12 +119,17 @@ def find_entry(name: str) -> Callable[[bytes, int], int]:
     return getattr(load(), f"gf_{name}_map")
 
 
-def call(name: str, task: bytes) -> None:
-    """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator."""
+def call(name: str, task: bytes) -> int:
+    """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator.
+
+    Returns:
+        What the function has to say: 0 where there is only one way for it to end.
+    """
     if profiler._is_profiler_enabled:
         with profiler.record_function(f"gradfilter::{name}"):
             code = find_entry(name)(task, torch.get_num_threads())
     else:
         code = find_entry(name)(task, torch.get_num_threads())
-    if code:
+    if code < 0:
         raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")
+    return code

@@ -202,4 +202,11 @@ static void norm_act(const gf_norm_act *t, int64_t image, int64_t row, void *scr
 }
 
 extern gf_slope_unit GF_LEVEL(gf_slope_row);
-const gf_kernels GF_LEVEL(gf_kernels) = {.norm_act = norm_act, .slope = GF_LEVEL(gf_slope_row)};
+extern gf_norm_back_unit GF_LEVEL(gf_norm_back_block);
+extern gf_norm_end_unit GF_LEVEL(gf_norm_end_channel);
+const gf_kernels GF_LEVEL(gf_kernels) = {
+    .norm_act = norm_act,
+    .slope = GF_LEVEL(gf_slope_row),
+    .norm_back = GF_LEVEL(gf_norm_back_block),
+    .norm_end = GF_LEVEL(gf_norm_end_channel),
+};

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradfilter import patches
+from gradfilter import native, patches
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_compute, can_defer
 from gradfilter.keep import Kept
@@ -118,43 +118,21 @@ class ConvNorm(Carry):
         kept, w, b, gamma, mu, var = load(ctx)
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
         w = orient(w, ctx.geometry)
-        inverse = (var + ctx.eps).rsqrt()
-        scale = inverse if gamma is None else gamma * inverse
-        factor = scale.to(w.dtype)[:, None, None, None]
-        total = g.sum((0, 2, 3)).to(inverse.dtype) if need_gb or need_gamma or need_beta else None
-        gw = gb = g_gamma = along = None
-        if scales_gradient(g, w, gamma):
-            gx, gw = conv_gradients(g * factor[:, 0], kept, w, ctx.geometry, need_gx=need_gx)
-            along = None if gw is None or not need_gamma else dot_kernels(gw, w) / scale
+        # γ/σ goes with the smaller of gradient and kernel: each takes a pass.
+        scales = g.dtype == w.dtype and g.numel() < w.numel() and not is_traced()
+        back = native.norm_back(g, gamma, var, ctx.eps, scales)
+        if back.scaled is not None:
+            gx, gw = conv_gradients(back.scaled, kept, w, ctx.geometry, need_gx=need_gx)
         else:
-            gx, gv = conv_gradients(g, kept, (w * factor).to(g.dtype), ctx.geometry, need_gx=need_gx)
-            if gv is not None:
-                gv = gv.to(w.dtype)
-                along = dot_kernels(gv, w) if need_gamma else None
-                gw = gv * factor if need_gw else None
-        if need_gb and b is not None:
-            gb = total * scale
-        if need_gamma and along is not None and total is not None:
-            along = torch.addcmul(along, mu, total, value=-1) if b is None else torch.addcmul(along, b - mu, total)
-            g_gamma = along * inverse
-        g_beta = total if need_beta else None
+            folded = (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype)
+            gx, gw = conv_gradients(g, kept, folded, ctx.geometry, need_gx=need_gx)
+        g_gamma = gb = None
+        if gw is not None:
+            gw, g_gamma, gb = native.norm_end(gw, w, back, b, mu, var, ctx.eps, need_gamma, need_gb)
+        elif need_gb:
+            gb = back.total * back.scale
         gw = orient(gw, ctx.geometry) if need_gw and gw is not None else None
-        return gx, gw, gb, g_gamma, g_beta, None, None, None, None, None, None
-
-
-def scales_gradient(g: Tensor, w: Tensor, gamma: Tensor | None) -> bool:
-    """Tell whether γ/σ goes with the gradient, not with the kernel: each takes one pass over the smaller, and gw is then done.
-
-    ⟨gV, w⟩ is what is left of ⟨gw, w⟩ without γ/σ, so no γ may be 0. Reading that is free on a CPU alone.
-    """
-    if not (g.is_cpu or g.is_meta) or is_traced() or g.dtype != w.dtype or g.numel() >= w.numel():
-        return False
-    return gamma is None or g.is_meta or bool(gamma.all())
-
-
-def dot_kernels(gw: Tensor, w: Tensor) -> Tensor:
-    """Return ⟨gw, w⟩ per output channel."""
-    return (gw * w).sum((1, 2, 3))
+        return gx, gw, gb, g_gamma, back.total if need_beta else None, None, None, None, None, None, None
 
 
 def resolve_padding(padding: str | int | tuple[int, ...], kernel: Pair, dilation: Pair, fold: tuple[int, ...]) -> Pair:

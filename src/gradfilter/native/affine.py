@@ -1,0 +1,158 @@
+"""The way back through a batch norm with fixed statistics, around that through the convolution in front of it."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradfilter.native.library import call, can_run
+
+_BACK = struct.Struct("2q d 6Q")
+"""`gf_norm_back` of kernels.h."""
+_END = struct.Struct("2q d q 9Q")
+"""`gf_norm_end` of kernels.h."""
+
+
+class NormBack(NamedTuple):
+    """What a batch norm does to the gradient that it gets.
+
+    Attributes:
+        scale: γ/σ [C].
+        total: ΣG [C], over all but the channels.
+        scaled: G·γ/σ, or `None` where that goes with the kernel.
+    """
+
+    scale: Tensor
+    total: Tensor
+    scaled: Tensor | None
+
+
+def norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: bool) -> NormBack:
+    """Return what a batch norm does to the gradient g [N, C, H', W'] of its result.
+
+    Args:
+        g: The gradient.
+        gamma: Its factors, or `None` for 1.
+        var: Its variances.
+        eps: What it adds to them.
+        scales: Whether G·γ/σ is asked for; it is not given where a factor is 0.
+    """
+    if not (_is_rows(g) and _are_readable(gamma, var)):
+        return torch_norm_back(g, gamma, var, eps, scales)
+    channels = g.shape[1]
+    scale, total = torch.empty(channels), torch.empty(channels)
+    scaled = torch.empty_like(g) if scales else None
+    task = _BACK.pack(
+        g.numel() // channels,
+        channels,
+        eps,
+        g.data_ptr(),
+        0 if gamma is None else gamma.data_ptr(),
+        var.data_ptr(),
+        scale.data_ptr(),
+        total.data_ptr(),
+        0 if scaled is None else scaled.data_ptr(),
+    )
+    return NormBack(scale, total, None if call("norm_back", task) else scaled)
+
+
+def torch_norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: bool) -> NormBack:
+    """Return what `norm_back` returns, by torch's own functions. That no γ is 0 is read on a CPU alone, where it is free."""
+    scale = (var + eps).rsqrt()
+    scale = scale if gamma is None else gamma * scale
+    total = g.sum((0, 2, 3)).to(scale.dtype)
+    scales = scales and g.dtype == scale.dtype and (g.is_meta or (g.is_cpu and (gamma is None or bool(gamma.all()))))
+    return NormBack(scale, total, g * scale[:, None, None] if scales else None)
+
+
+def norm_end(
+    gw: Tensor,
+    w: Tensor,
+    back: NormBack,
+    b: Tensor | None,
+    mu: Tensor,
+    var: Tensor,
+    eps: float,
+    need_gamma: bool,
+    need_gb: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of kernel, factors γ and bias, from the kernel's gradient for what `norm_back` has given.
+
+    Args:
+        gw: The gradient [Co, Ci/groups, kh, kw] of the kernel w for the scaled gradient, or of w·γ/σ; may be changed.
+        w: The kernel.
+        back: What `norm_back` has returned.
+        b: The convolution's bias.
+        mu: The batch norm's means.
+        var: Its variances.
+        eps: What it adds to them.
+        need_gamma: Whether the gradient of γ is asked for.
+        need_gb: Whether that of the bias is.
+    """
+    if not (_are_alike(gw, w) and _are_readable(*back[:2], b, mu, var)):
+        return torch_norm_end(gw, w, back, b, mu, var, eps, need_gamma, need_gb)
+    channels = w.shape[0]
+    g_gamma = torch.empty(channels) if need_gamma else None
+    gb = torch.empty(channels) if need_gb else None
+    task = _END.pack(
+        channels,
+        w.numel() // channels,
+        eps,
+        back.scaled is not None,
+        w.data_ptr(),
+        0 if b is None else b.data_ptr(),
+        mu.data_ptr(),
+        var.data_ptr(),
+        back.scale.data_ptr(),
+        back.total.data_ptr(),
+        gw.data_ptr(),
+        0 if g_gamma is None else g_gamma.data_ptr(),
+        0 if gb is None else gb.data_ptr(),
+    )
+    call("norm_end", task)
+    return gw, g_gamma, gb
+
+
+def torch_norm_end(
+    gw: Tensor,
+    w: Tensor,
+    back: NormBack,
+    b: Tensor | None,
+    mu: Tensor,
+    var: Tensor,
+    eps: float,
+    need_gamma: bool,
+    need_gb: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `norm_end` returns, by torch's own functions."""
+    gw, g_gamma = gw.to(w.dtype), None
+    if need_gamma:
+        along = (gw * w).sum((1, 2, 3))
+        along = along if back.scaled is None else along / back.scale
+        along = torch.addcmul(along, mu, back.total, value=-1) if b is None else torch.addcmul(along, b - mu, back.total)
+        g_gamma = along * (var + eps).rsqrt()
+    if back.scaled is None:
+        gw = gw * back.scale.to(w.dtype)[:, None, None, None]
+    return gw, g_gamma, back.total * back.scale if need_gb else None
+
+
+def _is_rows(g: Tensor) -> bool:
+    """Tell whether the library can read a gradient: rows of channels in single precision."""
+    return g.dtype is torch.float32 and can_run(g) and g.is_contiguous(memory_format=torch.channels_last)
+
+
+def _are_alike(gw: Tensor, w: Tensor) -> bool:
+    """Tell whether the library can read a kernel and its gradient: dense, in the same order."""
+    if not (gw.dtype is w.dtype is torch.float32 and gw.shape == w.shape and can_run(gw) and w.is_cpu):
+        return False
+    last = torch.channels_last
+    alike = gw.is_contiguous(memory_format=last) and w.is_contiguous(memory_format=last)
+    return alike or (gw.is_contiguous() and w.is_contiguous())
+
+
+def _are_readable(*values: Tensor | None) -> bool:
+    """Tell whether the library can read one number per channel of each."""
+    return all([v is None or (v.dtype is torch.float32 and v.is_cpu and v.is_contiguous()) for v in values])  # noqa: C419 (half the time)

@@ -1,0 +1,108 @@
+"""The way back through a batch norm in the C library: equal to torch's over drawn shapes and layouts, at every level."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradfilter import native
+from gradfilter.native import affine
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+
+EPS = 1e-3
+quick = settings(deadline=None, max_examples=80)
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+
+
+def draw_values(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_norm(channels, seed, zero=False):
+    """Return factors, means and variances, one factor of them 0 or none."""
+    gamma, mu, var = (draw_values(channels, seed=seed + i) for i in range(3))
+    gamma[0] = 0 if zero else 1
+    return gamma, mu, var.abs() + 0.1
+
+
+def same(got, expected):
+    for g, e in zip(got, expected, strict=True):
+        assert (g is None) == (e is None)
+        if g is not None:
+            scale = float(e.abs().max()) + 1e-3
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=2e-6 * scale)
+
+
+@contextmanager
+def note_calls():
+    """List the library's functions that run."""
+    names, run = [], affine.call
+    affine.call = lambda name, task: (names.append(name), run(name, task))[1]
+    try:
+        yield names
+    finally:
+        affine.call = run
+
+
+@pytest.mark.usefixtures("level")
+class TestEqualsTorch:
+    @quick
+    @given(
+        shape=st.tuples(st.integers(1, 5), st.integers(1, 150), st.integers(1, 9), st.integers(1, 9)),
+        has_gamma=st.booleans(),
+        zero=st.booleans(),
+        scales=st.booleans(),
+        threads=st.integers(1, 2),
+        seed=st.integers(0, 99),
+    )
+    def test_norm_back(self, shape, has_gamma, zero, scales, threads, seed):
+        gamma, _, var = make_norm(shape[1], seed, zero)
+        g = draw_values(*shape, seed=seed + 5).contiguous(memory_format=torch.channels_last)
+        args = g, gamma if has_gamma else None, var, EPS, scales
+        torch.set_num_threads(threads)
+        with note_calls() as calls:
+            got = native.norm_back(*args)
+        torch.set_num_threads(1)
+        assert calls == ["norm_back"]
+        assert (got.scaled is None) == (not scales or (has_gamma and zero))
+        same(got, native.torch_norm_back(*args))
+
+    @quick
+    @given(
+        shape=st.tuples(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 5]), st.sampled_from([1, 3])),
+        has_bias=st.booleans(),
+        scaled=st.booleans(),
+        last=st.booleans(),
+        need=st.tuples(st.booleans(), st.booleans()),
+        seed=st.integers(0, 99),
+    )
+    def test_norm_end(self, shape, has_bias, scaled, last, need, seed):
+        gamma, mu, var = make_norm(shape[0], seed)
+        w, gw = (draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[last]) for i in (5, 6))
+        g = draw_values(2, shape[0], 3, 3, seed=seed + 7)
+        back = native.torch_norm_back(g, gamma, var, EPS, scaled)
+        bias = draw_values(shape[0], seed=seed + 8) if has_bias else None
+        rest = w, back, bias, mu, var, EPS, *need
+        expected = native.torch_norm_end(gw.clone(), *rest)
+        with note_calls() as calls:
+            got = native.norm_end(gw, *rest)
+        assert calls == ["norm_end"]
+        same(got, expected)
+
+
+def test_what_the_library_cannot_read_runs_in_torch():
+    gamma, mu, var = make_norm(20, 0)
+    g = draw_values(2, 20, 3, 5, seed=1)  # in another memory order
+    w, gw = draw_values(20, 4, 3, 3, seed=2), draw_values(20, 4, 3, 3, seed=3)
+    with note_calls() as calls:
+        back = native.norm_back(g, gamma, var, EPS, True)
+        same(back, native.torch_norm_back(g, gamma, var, EPS, True))
+        native.norm_end(gw.contiguous(memory_format=torch.channels_last), w, back, None, mu, var, EPS, True, True)
+        native.norm_end(gw[:, :1].expand(20, 4, 3, 3), w, back, None, mu, var, EPS, True, True)
+        wide = native.norm_back(g.double(), gamma.double(), var.double(), EPS, True)
+    assert wide.scaled is not None
+    assert wide.scaled.dtype is torch.float64
+    assert calls == []
