@@ -244,7 +244,7 @@ class PlannedLayer(Hook):
         features = not is_conv and (x.choices.features if live else self.backward.tokens is None)
         tiling = PIXELS if features else self.backward.make_tiling(image or self.images.get(size, size))
         region = x.choices.region if live else self.layer
-        if self.choices is None or self.choices.tiling != tiling or self.choices.region != region:
+        if self.choices is None or self.choices.tiling is not tiling or self.choices.region != region:
             kernel, keep = self.backward.kernel, self.backward.keep
             self.choices = Choices(self.layer, tiling, kernel, self.applied.log, region, keep, self.state, features)
         return self.choices

@@ -120,13 +120,15 @@ class Tiling:
     def patch_for(self, size: Pair) -> Pair:
         """Return the patch `(h, w)` on a map of `size`; a patch never exceeds its map."""
         if self.patch is not None:
-            return min(self.patch[0], size[0]), min(self.patch[1], size[1])
+            (h, w), (most_h, most_w) = self.patch, size
+            return h if h < most_h else most_h, w if w < most_w else most_w
         assert self.grid is not None
         assert self.image is not None
         h, w = (grid_patch(n, g, s) for n, g, s in zip(size, self.grid, self.image, strict=True))
         return h, w
 
 
+make_tiling = lru_cache(maxsize=4096)(Tiling)
 PIXELS = Tiling(patch=(1, 1))
 """The finest tiling: every pixel is a patch."""
 

@@ -19,7 +19,7 @@ from torch import nn
 from gradfilter.errors import PlanError
 from gradfilter.files import replace_file
 from gradfilter.keep import FULL, Keep, parse_keep
-from gradfilter.patches import Pair, Tiling, make_pair
+from gradfilter.patches import Pair, Tiling, make_pair, make_tiling
 
 DEFAULT_GRID = 4
 MOST_PREFIX = 16
@@ -69,9 +69,9 @@ class Backward:
     def make_tiling(self, image: Pair) -> Tiling:
         """Return how maps are cut in a network that sees inputs of size `image`."""
         if self.patch is not None:
-            return Tiling(patch=make_pair(self.patch))
+            return make_tiling(patch=make_pair(self.patch))
         assert self.grid is not None
-        return Tiling(grid=make_pair(self.grid), image=image)
+        return make_tiling(grid=make_pair(self.grid), image=image)
 
     def __str__(self) -> str:
         """Return the choices as a user would write them."""
