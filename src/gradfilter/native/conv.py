@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
-from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
+from gradfilter.native.values import Act, Cells, Ending, Fused, Pair, count_cells, count_dtype, is_smooth
 
-_DEPTHWISE = struct.Struct("6q 4i 3f i 7Q 4Q 10q")
-_DENSE = struct.Struct("6q 4i 3f i 7Q 4Q 11q")
+DEPTHWISE = struct.Struct("6q 4i 3f i 7Q 4Q 10q")
+DENSE = struct.Struct("6q 4i 3f i 7Q 4Q 11q")
 """`gf_depthwise`, and `gf_dense` of conv.h, which is Winograd's, too."""
 _LEAST_CHANNELS = 16
 """`GF_LEAST_CHANNELS` of conv.h."""
@@ -116,7 +116,7 @@ def convolve(
     """
     groups = len(w) if kernel == "depthwise" else 1
     shape = (len(x), len(w), *out_size)
-    runs = can_convolve(x, w, stride, padding, dilation, groups) == kernel and _can_finish(shape, patch, residual)
+    runs = can_convolve(x, w, stride, padding, dilation, groups) == kernel and can_finish(shape, patch, residual)
     if not runs:
         ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
         after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
@@ -124,17 +124,20 @@ def convolve(
             padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
             y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
         return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
-    result, fields, held = _prepare(x, w, bias, shape, scale, shift, act, patch, residual, want_slope)
+    y = empty(shape, torch.float32, torch.channels_last)
+    end = Ending(bias, scale, shift, act, patch, want_slope)
+    result = Fused(y, *make_cells(shape, end))
+    fields, held = fill_fields(x, w, shape, end, residual, result)
     geometry = (*x.shape[2:], *w.shape[2:], *stride, *dilation, *padding)
     if kernel == "depthwise":
-        call("depthwise", _DEPTHWISE.pack(*fields, *geometry))
+        call("depthwise", DEPTHWISE.pack(*fields, *geometry))
     else:
-        call(kernel, _DENSE.pack(*fields, x.shape[1], *geometry))
+        call(kernel, DENSE.pack(*fields, x.shape[1], *geometry))
     del held
     return result
 
 
-def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
+def can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
     """Tell whether the library can finish an output of this shape."""
     plain = residual is None or (
         type(residual) is Tensor
@@ -145,35 +148,31 @@ def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) ->
     return plain and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
 
 
-def _prepare(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
-    residual: Tensor | None,
-    want_slope: bool,
-) -> tuple[Fused, list[int | float], list[Tensor | None]]:
-    """Return the tensors of a result, the fields that both structs begin with, and what must live until the call is over."""
+def make_cells(shape: tuple[int, ...], end: Ending, mean: Tensor | None = None, slope: Tensor | None = None) -> Cells:
+    """Return tensors for the patch means and slopes of an output, as far as it has any: new ones where none are given."""
+    if end.patch == (1, 1):
+        return Cells(None, None)
+    cells, layout = (*shape[:2], *count_cells((shape[2], shape[3]), end.patch)), torch.channels_last
+    mean = empty(cells, torch.float32, layout) if mean is None else mean
+    if not (end.want_slope and end.act.kind):
+        return Cells(mean, None)
+    dtype = torch.float32 if is_smooth(end.act) else count_dtype(end.patch)
+    return Cells(mean, empty(cells, dtype, layout) if slope is None else slope)
+
+
+def fill_fields(
+    x: Tensor | None, w: Tensor, shape: tuple[int, ...], end: Ending, residual: Tensor | None, result: Fused | Cells
+) -> tuple[list[int | float], list[Tensor | None]]:
+    """Return the fields that both structs begin with, and what must live until the call is over."""
+    bias, scale, shift, act, patch, _ = end
     with torch.no_grad():
         if bias is not None:
             bias = bias if scale is None else bias * scale
             shift = bias if shift is None else shift + bias
         held = [x, w.contiguous(), *(v if v is None else v.float().contiguous() for v in (scale, shift))]
-    layout = torch.channels_last
-    y = empty(shape, torch.float32, layout)
-    mean = slope = None
-    if patch == (1, 1):
-        patch = _UNPOOLED
-    else:
-        cells = (*shape[:2], *count_cells((shape[2], shape[3]), patch))
-        mean = empty(cells, torch.float32, layout)
-        if want_slope and act.kind:
-            slope = empty(cells, torch.float32 if is_smooth(act) else count_dtype(patch), layout)
+    y = result.y if isinstance(result, Fused) else None
+    mean, slope = result.mean, result.slope
     count = 0 if slope is None else slope.element_size()
-    fields = [*shape, *patch, 1, 0, act.kind, count, act.lo, act.hi, act.slope, 0]
+    fields = [*shape, *(_UNPOOLED if patch == (1, 1) else patch), 1, 0, act.kind, count, act.lo, act.hi, act.slope, 0]
     pointers = [None, residual, y, None, None, mean, slope, *held]
-    return Fused(y, mean, slope), [*fields, *(0 if v is None else v.data_ptr() for v in pointers)], held
+    return [*fields, *(0 if v is None else v.data_ptr() for v in pointers)], held
