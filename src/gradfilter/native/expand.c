@@ -120,15 +120,19 @@ static void run_unit(const void *argument, int64_t work, void *scratch) {
     }
 }
 
-/* Hidden channels of a unit, and bytes of them that are computed at once. */
-enum { CHANNELS = 32, STEP = 32768, ROWS = 16384 };
+/* Hidden channels of a unit, and bytes of the hidden map and of y that are computed at once: half a second cache. */
+enum { CHANNELS = 64, STEP = 131072, ROWS = 32768 };
+
+/* Units for each thread that keep all of them busy to the end. */
+enum { UNITS = 4 };
 
 /* Choose how much is computed at once. */
-static void divide(plan *p) {
+static void divide(plan *p, int threads) {
     const gf_depthwise *t = &p->task->second;
     const int64_t lanes = p->vectors * GF_LANES, bytes = sizeof(float), ph = p->task->first.after.map.ph;
     p->panels = count_panels(p->vectors);
     p->part = gf_least(p->panels, gf_most(1, CHANNELS / (2 * GF_LANES)));
+    if (threads > 1) p->part = gf_most(1, gf_least(p->part, p->task->first.after.map.n * p->panels / (UNITS * threads)));
     p->widest = gf_least(lanes, (2 * p->part + 1) * GF_LANES);
     p->step = gf_most(1, STEP / (t->w * 2 * p->part * GF_LANES * bytes));
     if (p->step > ph) p->step = p->step / ph * ph;
@@ -157,7 +161,7 @@ int GF_LEVEL(gf_expand)(const gf_expand *t, int threads) {
     if (!failed) {
         p.shift = p.weight + lanes * t->first.inputs;
         pack_panels(&t->first, p.vectors, p.weight, p.shift);
-        divide(&p);
+        divide(&p, threads);
         const size_t scratch = place(&p);
         failed = gf_parallel(run_unit, &p, t->first.after.map.n * gf_ceil_div(p.panels, p.part), threads, scratch);
         free(p.window.weight);

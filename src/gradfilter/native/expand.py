@@ -28,8 +28,8 @@ def can_expand(x: Tensor, w: Tensor, taps: Tensor) -> bool:
     """
     one = (1, 1)
     return (
-        w.shape[2:] == one
-        and can_convolve(x, w, one, (0, 0), one, 1) == "dense"
+        can_convolve(x, w, one, (0, 0), one, 1) == "dense"
+        and w.shape[1:] == (x.shape[1], *one)
         and type(taps) in (Tensor, Parameter)
         and taps.dtype is torch.float32
         and taps.device == x.device

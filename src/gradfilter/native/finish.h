@@ -50,26 +50,6 @@ GF_INLINE void run_cell(const cell *q, const int kind, const int residual, const
     for (int v = 0; v < V; v++) sums[v] = sum[v], flat[v] = count[v];
 }
 
-#define CELL(kind, residual, stream, V)                                                           \
-    static void kind##_##residual##_##stream##_##V(const cell *q, gf_vec *sums, gf_ints *flat) { \
-        run_cell(q, kind, residual, stream, V, sums, flat);                                       \
-    }
-#define CELLS_OF(kind, residual) \
-    CELL(kind, residual, 0, 1) CELL(kind, residual, 0, 2) CELL(kind, residual, 1, 1) CELL(kind, residual, 1, 2)
-#define ROW_OF(kind, residual) \
-    {{kind##_##residual##_0_1, kind##_##residual##_0_2}, {kind##_##residual##_1_1, kind##_##residual##_1_2}}
-CELLS_OF(GF_IDENTITY, 0)
-CELLS_OF(GF_IDENTITY, 1)
-CELLS_OF(GF_CLAMP, 0)
-CELLS_OF(GF_CLAMP, 1)
-CELLS_OF(GF_LEAKY, 0)
-CELLS_OF(GF_LEAKY, 1)
-
-typedef void cell_fn(const cell *, gf_vec *sums, gf_ints *flat);
-static cell_fn *const CELLS[3][2][2][2] = {{ROW_OF(GF_IDENTITY, 0), ROW_OF(GF_IDENTITY, 1)},
-                                           {ROW_OF(GF_CLAMP, 0), ROW_OF(GF_CLAMP, 1)},
-                                           {ROW_OF(GF_LEAKY, 0), ROW_OF(GF_LEAKY, 1)}};
-
 static int is_smooth(const gf_norm_act *t) { return t->kind > GF_LEAKY; }
 
 /* What is known of patches of which not all rows have been finished: [cell, vector, lane]. */
@@ -122,18 +102,17 @@ GF_INLINE void put_cell(const gf_norm_act *t, const band *b, const patch_row *to
 }
 
 /* Finish a band where the activation is no smooth one; without a y, in place. */
-static void finish_band(const gf_norm_act *t, const band *b) {
+GF_INLINE void run_band_of(const gf_norm_act *t, const band *b, const int kind, const int residual, const int stream) {
     const gf_map *m = &t->map;
-    const int streamed = t->y && gf_is_streamed(m, t->y), pooled = t->mean || t->slope;
-    cell_fn *const *run = CELLS[t->kind][t->residual != NULL][streamed];
+    const int pooled = t->mean || t->slope;
     const patch_row to = find_patch_row(m, b);
     const int64_t first = (b->image * m->h + b->from) * m->w, end = b->vector + b->pitch / GF_LANES;
     cell q = {.rows = b->to - b->from, .x_pitch = b->pitch, .x_row = b->pitch * m->w};
     q.y_pitch = t->y ? m->c : b->pitch;
     q.y_row = q.y_pitch * m->w;
     q.lo = t->lo, q.hi = t->hi, q.leak = t->leak;
-    q.flat_to = t->kind == GF_LEAKY ? 0 : t->lo;
-    q.flat_from = t->kind == GF_LEAKY || t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
+    q.flat_to = kind == GF_LEAKY ? 0 : t->lo;
+    q.flat_from = kind == GF_LEAKY || t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
     for (int64_t j = 0; j < to.cells; j++) {
         const int64_t left = j * m->pw;
         q.columns = gf_least(m->pw, m->w - left);
@@ -143,15 +122,36 @@ static void finish_band(const gf_norm_act *t, const band *b) {
             float *x = b->x + left * b->pitch + (i - b->vector) * GF_LANES;
             gf_vec sums[2];
             gf_ints flat[2];
-            v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
             q.x = x;
             q.y = t->y ? (float *)t->y + pixel : x;
-            q.residual = t->residual ? (const float *)t->residual + pixel : NULL;
-            run[v - 1](&q, sums, flat);
+            q.residual = residual ? (const float *)t->residual + pixel : NULL;
+            v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
+            if (v == 2)
+                run_cell(&q, kind, residual, stream, 2, sums, flat);
+            else
+                run_cell(&q, kind, residual, stream, 1, sums, flat);
             for (int64_t k = 0; k < v && pooled; k++)
                 put_cell(t, b, &to, j, i + k, sums[k], __builtin_convertvector(flat[k] + area, gf_vec));
         }
     }
+}
+
+#define BAND(kind, residual, stream)                                                  \
+    static void kind##_##residual##_##stream(const gf_norm_act *t, const band *b) { \
+        run_band_of(t, b, kind, residual, stream);                                    \
+    }
+#define BANDS_OF(kind) BAND(kind, 0, 0) BAND(kind, 0, 1) BAND(kind, 1, 0) BAND(kind, 1, 1)
+#define ROW_OF(kind) {{kind##_0_0, kind##_0_1}, {kind##_1_0, kind##_1_1}}
+BANDS_OF(GF_IDENTITY)
+BANDS_OF(GF_CLAMP)
+BANDS_OF(GF_LEAKY)
+
+typedef void band_fn(const gf_norm_act *, const band *);
+static band_fn *const BANDS[3][2][2] = {ROW_OF(GF_IDENTITY), ROW_OF(GF_CLAMP), ROW_OF(GF_LEAKY)};
+
+static void finish_band(const gf_norm_act *t, const band *b) {
+    const int streamed = t->y && gf_is_streamed(&t->map, t->y);
+    BANDS[t->kind][t->residual != NULL][streamed](t, b);
     if (streamed) gf_fence();
 }
 
