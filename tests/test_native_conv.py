@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 from gradfilter import native
+from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
 quick = settings(deadline=None, max_examples=60)
+
+
 @st.composite
 def threes(draw):
     """Draw one axis of a convolution with a kernel of three: the same as `axes` gives."""

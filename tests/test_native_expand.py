@@ -1,4 +1,4 @@
-"""An expansion and its depthwise convolution in one call: equal to one after the other, over drawn shapes and at every level."""
+"""An expansion and its depthwise convolution in one call: equal to one after the other, over drawn shapes, at every level."""
 
 from functools import partial
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 from gradfilter import native
+from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
@@ -98,7 +98,8 @@ class TestEqualsTorch:
         x, w = last(draw_eighths(n, c, *size, seed=0, most=4)), draw_halves(d, c, 1, 1, seed=1)
         rows, columns = ((side, k, s, dilation, before, (side - 1) // s + 1) for side in size)
         middle, end = (
-            native.Ending(None, None, draw_eighths(d, seed=3, most=8), act, (p, p)) for act, p in zip(both, patches, strict=True)
+            native.Ending(None, None, draw_eighths(d, seed=3, most=8), act, (p, p))
+            for act, p in zip(both, patches, strict=True)
         )
         with on_threads(threads):
             compare(x, w, middle, draw_halves(d, 1, k, k, seed=2), rows, columns, end)

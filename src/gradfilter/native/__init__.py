@@ -1,9 +1,10 @@
 """Passes over maps in a small C library, on memory that is used again; in torch where there is no library.
 
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
-convolution that ends in such a pass, `expand` a pointwise and a depthwise one without the map between them; `scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool`
-go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way
-back through a depthwise convolution at patch resolution; `empty` makes large tensors on blocks that come back.
+convolution that ends in such a pass, and `expand` a pointwise and a depthwise one without the map between them;
+`scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool` go between pixels and patches;
+`max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way back through a depthwise
+convolution at patch resolution; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """

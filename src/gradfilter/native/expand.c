@@ -109,12 +109,13 @@ static unit make_unit(const plan *p, int64_t work, char *scratch) {
 static void run_unit(const void *argument, int64_t work, void *scratch) {
     const plan *p = argument;
     const unit u = make_unit(p, work, scratch);
-    const int64_t h = p->task->second.h;
+    const int64_t h = p->task->second.h, ph = p->task->second.after.map.ph;
     for (int64_t row = 0, done = 0; row < h; row += p->step) {
         const int64_t end = gf_least(h, row + p->step);
         run_hidden(&u, row, end);
         for (int64_t ready = count_ready(p, end), to; done < ready; done = to) {
             to = gf_least(ready, done + p->rows);
+            if (to / ph * ph > done) to = to / ph * ph; /* whole patch rows, where they are there */
             run_rows(&u, done, to);
         }
     }

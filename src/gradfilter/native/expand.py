@@ -50,7 +50,7 @@ def expand(
     mean: Tensor | None = None,
     slope: Tensor | None = None,
 ) -> Expanded:
-    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), with means and slopes of both.
+    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), and what is pooled of both.
 
     Runs in the library where `can_expand` says so, else in torch. Nothing is differentiable.
 
@@ -95,9 +95,8 @@ def _check(shape: tuple[int, ...], middle: Ending, mean: Tensor | None, slope: T
         raise ValueError(f"mean is {tuple(mean.shape)}; the patch means of the hidden map are {cells if pooled else 'none'}")
     sloped = pooled and middle.want_slope and middle.act.kind
     if slope is not None and not (sloped and slope.shape == cells and slope.dtype is dtype):
-        raise ValueError(
-            f"slope is {slope.dtype} {tuple(slope.shape)}; those of the hidden map are {f'{dtype} {cells}' if sloped else 'none'}"
-        )
+        wanted = f"{dtype} {cells}" if sloped else "none"
+        raise ValueError(f"slope is {slope.dtype} {tuple(slope.shape)}; the slopes of the hidden map are {wanted}")
 
 
 def _is_writable(given: Tensor | None) -> bool:

@@ -80,31 +80,44 @@ GF_INLINE patch_row find_patch_row(const gf_map *m, const band *b) {
                        b->to == top + rows};
 }
 
-/* Add a band's part of one vector of a cell to what is known of it, and write the whole. */
+/* One over the pixels of a cell, where a product with it is the quotient to the last bit; else 0. */
+GF_INLINE float exact_inverse(int64_t area) { return area & (area - 1) ? 0 : 1 / (float)area; }
+
+/* Add a band's part of one vector of a cell to what is known of it, and write the whole: `area` is the whole's. */
 GF_INLINE void put_cell(const gf_norm_act *t, const band *b, const patch_row *to, int64_t cell, int64_t vector, gf_vec sum,
-                        gf_vec slope) {
-    const gf_map *m = &t->map;
+                        gf_vec slope, int64_t area, float inverse) {
     const int64_t kept = cell * b->pitch + (vector - b->vector) * GF_LANES;
-    const int64_t at = to->at + cell * m->c + gf_vec_start(vector, m->c);
-    const float area = (float)(to->rows * gf_least(m->pw, m->w - cell * m->pw));
+    const int64_t at = to->at + cell * t->map.c + gf_vec_start(vector, t->map.c);
     if (!to->starts) sum += gf_load(b->kept.sums + kept), slope += gf_load(b->kept.slopes + kept);
     if (!to->ends) {
         gf_store(b->kept.sums + kept, sum);
         gf_store(b->kept.slopes + kept, slope);
         return;
     }
-    if (t->mean) gf_store((float *)t->mean + at, t->sums ? sum : sum / area);
+    if (t->mean) gf_store((float *)t->mean + at, t->sums ? sum : inverse != 0 ? sum * inverse : sum / (float)area);
     if (!t->slope || t->kind == GF_IDENTITY) return;
     if (is_smooth(t))
-        gf_store((float *)t->slope + at, slope / area);
+        gf_store((float *)t->slope + at, slope / (float)area);
     else
         gf_put_counts(t->slope, at, __builtin_convertvector(slope, gf_ints), t->count_bytes);
+}
+
+/* Finish V vectors of a cell, from `vector` on, and what a band has of its columns. */
+GF_INLINE void finish_cell(const gf_norm_act *t, const band *b, const patch_row *to, const cell *q, int64_t cell,
+                           int64_t vector, float inverse, const int kind, const int residual, const int stream, const int V) {
+    gf_vec sums[2];
+    gf_ints flat[2];
+    run_cell(q, kind, residual, stream, V, sums, flat);
+    if (!t->mean && !t->slope) return;
+#pragma GCC unroll 2
+    for (int k = 0; k < V; k++)
+        put_cell(t, b, to, cell, vector + k, sums[k], __builtin_convertvector(flat[k] + (int32_t)(q->rows * q->columns), gf_vec),
+                 to->rows * q->columns, inverse);
 }
 
 /* Finish a band where the activation is no smooth one; without a y, in place. */
 GF_INLINE void run_band_of(const gf_norm_act *t, const band *b, const int kind, const int residual, const int stream) {
     const gf_map *m = &t->map;
-    const int pooled = t->mean || t->slope;
     const patch_row to = find_patch_row(m, b);
     const int64_t first = (b->image * m->h + b->from) * m->w, end = b->vector + b->pitch / GF_LANES;
     cell q = {.rows = b->to - b->from, .x_pitch = b->pitch, .x_row = b->pitch * m->w};
@@ -116,22 +129,18 @@ GF_INLINE void run_band_of(const gf_norm_act *t, const band *b, const int kind, 
     for (int64_t j = 0; j < to.cells; j++) {
         const int64_t left = j * m->pw;
         q.columns = gf_least(m->pw, m->w - left);
-        const int32_t area = (int32_t)(q.rows * q.columns);
+        const float inverse = exact_inverse(to.rows * q.columns);
         for (int64_t i = b->vector, v; i < end; i += v) {
             const int64_t pixel = (first + left) * m->c + gf_vec_start(i, m->c);
             float *x = b->x + left * b->pitch + (i - b->vector) * GF_LANES;
-            gf_vec sums[2];
-            gf_ints flat[2];
             q.x = x;
             q.y = t->y ? (float *)t->y + pixel : x;
             q.residual = residual ? (const float *)t->residual + pixel : NULL;
             v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
             if (v == 2)
-                run_cell(&q, kind, residual, stream, 2, sums, flat);
+                finish_cell(t, b, &to, &q, j, i, inverse, kind, residual, stream, 2);
             else
-                run_cell(&q, kind, residual, stream, 1, sums, flat);
-            for (int64_t k = 0; k < v && pooled; k++)
-                put_cell(t, b, &to, j, i + k, sums[k], __builtin_convertvector(flat[k] + area, gf_vec));
+                finish_cell(t, b, &to, &q, j, i, inverse, kind, residual, stream, 1);
         }
     }
 }
@@ -209,9 +218,9 @@ static inline void finish_some(const gf_norm_act *t, const band *b, void *scratc
     if (t->y) finish_band(&copy, b);
     for (int64_t j = 0; j < to.cells && (t->mean || t->slope); j++)
         for (int64_t i = 0; i < b->pitch; i += GF_LANES) {
-            const float area = (float)(rows * gf_least(t->map.pw, t->map.w - j * t->map.pw));
-            const int64_t at = j * b->pitch + i;
-            put_cell(t, b, &to, j, b->vector + i / GF_LANES, gf_load(sums + at), gf_load(slopes + at) * area);
+            const int64_t at = j * b->pitch + i, columns = gf_least(t->map.pw, t->map.w - j * t->map.pw);
+            put_cell(t, b, &to, j, b->vector + i / GF_LANES, gf_load(sums + at), gf_load(slopes + at) * (float)(rows * columns),
+                     to.rows * columns, 0);
         }
 }
 
