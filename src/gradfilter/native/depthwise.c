@@ -35,12 +35,12 @@ static void run_band(const plan *p, int64_t image, int64_t first, int64_t last, 
     const gf_depthwise *t = w->task;
     const int64_t rows = last - first, top = first * t->sh - t->top, parts = gf_ceil_div(w->vectors, p->together);
     ahead a = look_ahead(t, image, top + (rows - 1) * t->sh + w->tall, rows * t->sh, rows * w->blocks * parts);
-    block b = make_block(w, 0, t->after.map.c, p->pitch);
+    block b = make_block(w, t->after.map.c, p->pitch);
     for (b.from = 0; b.from < w->vectors; b.from = b.to) {
         b.to = gf_least(w->vectors, b.from + p->together);
         for (int64_t r = 0; r < rows; r++) {
             const taps_on_map taps = find_taps(t, first + r);
-            run_row(w, &b, taps, table + (taps.row - top) * w->wide, y + r * t->after.map.w * p->pitch, &a);
+            run_row(w, &b, 0, taps, table + (taps.row - top) * w->wide, y + r * t->after.map.w * p->pitch, &a);
         }
     }
 }

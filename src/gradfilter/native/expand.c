@@ -70,12 +70,12 @@ static void run_rows(const unit *u, int64_t from, int64_t to) {
     const window *w = &p->window;
     float *y = (float *)(u->scratch + p->y_at);
     ahead none = {NULL, NULL, 0};
-    block b = make_block(w, u->vector, u->pitch, u->pitch);
+    block b = make_block(w, u->pitch, u->pitch);
     b.to = u->pitch / GF_LANES;
     for (int64_t row = from; row < to; row++) {
         const taps_on_map taps = find_taps(w->task, row);
         const float **table = u->table + (taps.count ? taps.row % p->ring : 0) * w->wide;
-        run_row(w, &b, taps, table, y + (row - from) * w->task->after.map.w * u->pitch, &none);
+        run_row(w, &b, u->vector, taps, table, y + (row - from) * w->task->after.map.w * u->pitch, &none);
     }
     finish_range(u, 1, y, from, to);
 }

@@ -8,8 +8,8 @@
 
 #include "vec.h"
 
-/* Pixels to fetch ahead of where y is. */
-enum { AHEAD = 4 };
+/* Pixels to fetch ahead of where y is, and cells ahead of where means and slopes are. */
+enum { AHEAD = 4, CELLS_AHEAD = 8 };
 
 /* Some vectors of channels of one cell. */
 typedef struct {
@@ -94,6 +94,8 @@ GF_INLINE void put_cell(const gf_norm_act *t, const band *b, const patch_row *to
         gf_store(b->kept.slopes + kept, slope);
         return;
     }
+    if (t->mean) __builtin_prefetch((float *)t->mean + at + CELLS_AHEAD * t->map.c, 1);
+    if (t->slope) __builtin_prefetch((char *)t->slope + (at + CELLS_AHEAD * t->map.c) * (is_smooth(t) ? 4 : t->count_bytes), 1);
     if (t->mean) gf_store((float *)t->mean + at, t->sums ? sum : inverse != 0 ? sum * inverse : sum / (float)area);
     if (!t->slope || t->kind == GF_IDENTITY) return;
     if (is_smooth(t))
@@ -158,8 +160,9 @@ BANDS_OF(GF_LEAKY)
 typedef void band_fn(const gf_norm_act *, const band *);
 static band_fn *const BANDS[3][2][2] = {ROW_OF(GF_IDENTITY), ROW_OF(GF_CLAMP), ROW_OF(GF_LEAKY)};
 
-static void finish_band(const gf_norm_act *t, const band *b) {
-    const int streamed = t->y && gf_is_streamed(&t->map, t->y);
+/* `stream`: y is not read again soon, and may be written past the caches. */
+static void finish_band(const gf_norm_act *t, const band *b, int stream) {
+    const int streamed = stream && t->y && gf_is_streamed(&t->map, t->y);
     BANDS[t->kind][t->residual != NULL][streamed](t, b);
     if (streamed) gf_fence();
 }
@@ -176,11 +179,11 @@ static inline void finish_rows(const gf_norm_act *t, float *x, int64_t pitch, in
     const gf_map *m = &t->map;
     const band b = {x, pitch, vector, image, row * m->ph, gf_least(m->h, (row + 1) * m->ph), {NULL, NULL}};
     if (!is_smooth(t)) {
-        finish_band(t, &b);
+        finish_band(t, &b, 1);
         return;
     }
     const gf_norm_act copy = copy_only(t);
-    finish_band(&copy, &b);
+    finish_band(&copy, &b, 0);
     gf_norm_act task = *t;
     task.x = t->y;
     task.scale = task.shift = NULL;
@@ -207,7 +210,7 @@ static inline size_t some_scratch(const gf_norm_act *t, int64_t pitch) {
 /* Finish a band of some of the channels, whatever the activation. There is no residual. */
 static inline void finish_some(const gf_norm_act *t, const band *b, void *scratch) {
     if (!is_smooth(t)) {
-        finish_band(t, b);
+        finish_band(t, b, 1);
         return;
     }
     const patch_row to = find_patch_row(&t->map, b);
@@ -215,7 +218,7 @@ static inline void finish_some(const gf_norm_act *t, const band *b, void *scratc
     float *sums = scratch, *slopes = sums + size;
     const gf_norm_act pass = pass_in_scratch(t, b->x, b->pitch, rows, sums), copy = copy_only(t);
     gf_current()->norm_act(&pass, 0, 0, (char *)scratch + gf_float_bytes(2 * size));
-    if (t->y) finish_band(&copy, b);
+    if (t->y) finish_band(&copy, b, 1);
     for (int64_t j = 0; j < to.cells && (t->mean || t->slope); j++)
         for (int64_t i = 0; i < b->pitch; i += GF_LANES) {
             const int64_t at = j * b->pitch + i, columns = gf_least(t->map.pw, t->map.w - j * t->map.pw);

@@ -127,8 +127,13 @@ static int open_window(window *w, const gf_depthwise *t) {
 /* Note where the pixels of a row of x are, or that it is none of the map's where it is NULL; return the next row's place. */
 static const float **note_row(const window *w, const float *row, int64_t pitch, const float **table) {
     const gf_depthwise *t = w->task;
-    for (int64_t q = -t->left; q < w->wide - t->left; q++) *table++ = !row || q < 0 || q >= t->w ? w->zeros : row + q * pitch;
-    return table;
+    const int64_t wide = w->wide, from = row ? gf_least(t->left, wide) : wide, to = gf_least(t->left + t->w, wide);
+    const float *const zeros = w->zeros;
+    int64_t q = 0;
+    for (; q < from; q++) table[q] = zeros;
+    for (; q < to; q++) table[q] = row + (q - t->left) * pitch;
+    for (; q < wide; q++) table[q] = zeros;
+    return table + wide;
 }
 
 /* What is read later, brought nearer a few lines at a time. */
@@ -141,11 +146,10 @@ GF_INLINE void bring(ahead *a) {
     for (int64_t i = 0; i < a->lines && a->from < a->to; i++, a->from += 64) __builtin_prefetch(a->from, 0, 2);
 }
 
-/* The block of a row whose pixels begin with vector `vector` of the channels, and hold `channels` of them. */
-static block make_block(const window *w, int64_t vector, int64_t channels, int64_t pitch) {
+/* What the blocks of all rows have in common whose pixels hold `channels` channels. */
+static block make_block(const window *w, int64_t channels, int64_t pitch) {
     const gf_depthwise *t = w->task;
-    return (block){.step = t->dh * w->wide, .shift = w->shift + vector * GF_LANES, .channels = channels, .pitch = pitch,
-                   .weight = w->weight + vector * t->kh * t->kw * GF_LANES, .kh = t->kh, .kw = t->kw, .sw = t->sw, .dw = t->dw};
+    return (block){.step = t->dh * w->wide, .channels = channels, .pitch = pitch, .kh = t->kh, .kw = t->kw, .sw = t->sw, .dw = t->dw};
 }
 
 /* The taps of a row of y that lie on the map. */
@@ -160,18 +164,19 @@ GF_INLINE taps_on_map find_taps(const gf_depthwise *t, int64_t row) {
     return (taps_on_map){first, gf_most(0, end - first), top + first * t->dh};
 }
 
-/* Compute one row of y; `table` begins with the row of x under its first tap on the map. */
-static void run_row(const window *w, const block *given, taps_on_map taps, const float *const *table, float *y, ahead *a) {
-    block b = *given;
+/* Compute one row of y; pixels begin with vector `vector` of the channels, and `table` with the row of x under the first
+ * tap on the map. */
+static void run_row(const window *w, block *b, int64_t vector, taps_on_map taps, const float *const *table, float *y, ahead *a) {
     const int64_t width = w->task->after.map.w;
-    b.taps = taps.count;
-    b.weight += taps.first * b.kw * GF_LANES;
+    b->taps = taps.count;
+    b->weight = w->weight + (vector * b->kh + taps.first) * b->kw * GF_LANES;
+    b->shift = w->shift + vector * GF_LANES;
     for (int64_t i = 0; i < w->blocks; i++) {
         const int64_t from = width * i / w->blocks, to = width * (i + 1) / w->blocks;
-        b.at = table + from * b.sw;
-        b.y = y + from * b.pitch;
+        b->at = table + from * b->sw;
+        b->y = y + from * b->pitch;
         bring(a);
-        w->run[to - from - 1](&b);
+        w->run[to - from - 1](b);
     }
 }
 
