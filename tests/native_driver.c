@@ -10,6 +10,7 @@
 
 int gf_norm_act_map(const void *, int), gf_unpool_map(const void *, int), gf_slope_map(const void *, int);
 int gf_depthwise_map(const void *, int), gf_dense_map(const void *, int), gf_winograd_map(const void *, int);
+int gf_expand_map(const void *, int);
 int gf_max_pool_map(const void *, int), gf_max_route_map(const void *, int), gf_pairs_map(const void *, int);
 int gf_norm_back_map(const void *, int), gf_norm_end_map(const void *, int);
 
@@ -50,10 +51,14 @@ static gf_norm_act make_pass(gf_map map, int kind, int residual) {
     return t;
 }
 
-static void put_pass(const gf_norm_act *t) {
-    put(t->y, size_of(&t->map), 4);
+static void put_cells(const gf_norm_act *t) {
     put(t->mean, cells_of(&t->map), 4);
     if (t->slope) put(t->slope, cells_of(&t->map), t->kind == GF_CLAMP || t->kind == GF_LEAKY ? 1 : 4);
+}
+
+static void put_pass(const gf_norm_act *t) {
+    put(t->y, size_of(&t->map), 4);
+    put_cells(t);
 }
 
 static void run_maps(int64_t c, int64_t h, int64_t w, int64_t patch, int kind, int last) {
@@ -88,6 +93,20 @@ static void run_convolutions(int64_t in, int64_t out, int64_t side, int64_t k, i
     gf_depthwise each = {make_pass(map, kind, 0), x, weight, scale, shift, h, w, k, k, s, s, d, d, pad, pad};
     need(gf_depthwise_map(&each, 2));
     put_pass(&each.after);
+}
+
+static void run_expansion(int64_t in, int64_t out, int64_t side, int64_t k, int64_t s, int64_t patch, int kind) {
+    const int64_t h = side, w = side + 3, pad = k / 2, down = (h - 1) / s + 1, across = (w - 1) / s + 1;
+    const gf_map hidden = {2, out, h, w, patch, patch, 1, GF_FLOAT32}, map = {2, out, down, across, 3, 4, 1, GF_FLOAT32};
+    const float *x = draw(2 * h * w * in), *weight = draw(out * in), *taps = draw(out * k * k), *shift = draw(out);
+    gf_expand t = {.first = {make_pass(hidden, kind, 0), x, weight, NULL, shift, in, h, w, 1, 1, 1, 1, 1, 1, 0, 0},
+                   .second = {make_pass(map, kind, 0), NULL, taps, NULL, NULL, h, w, k, k, s, s, 1, 1, pad, pad}};
+    float *unused = t.first.after.y;
+    t.first.after.y = NULL;
+    need(gf_expand_map(&t, 2));
+    put_cells(&t.first.after);
+    put_pass(&t.second.after);
+    free(unused);
 }
 
 /* Windows of 2x2 without overlap, patches of 2x2: every cell of y has the four cells of x below it in reach. */
@@ -162,6 +181,10 @@ int main(void) {
         run_convolutions(3, 17, 15, 3, 2, 1, 2, kind);
         run_convolutions(5, 33, 14, 3, 1, 3, 3, kind);
         run_convolutions(2, 16, 13, 5, 2, 1, 7, kind);
+    }
+    for (int kind = GF_IDENTITY; kind <= GF_LEAKY; kind++) {
+        run_expansion(6, 40, 13, 3, 1, 4, kind);
+        run_expansion(3, 17, 90, 5, 2, 2, kind);
     }
     run_pooling(24, 6);
     run_pooling(17, 4);

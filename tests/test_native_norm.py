@@ -32,8 +32,8 @@ def same(got, expected):
     for g, e in zip(got, expected, strict=True):
         assert (g is None) == (e is None)
         if g is not None:
-            scale = float(e.abs().max()) + 1e-3
-            torch.testing.assert_close(g, e, rtol=1e-5, atol=2e-6 * scale)
+            # Sums may cancel: what is rounded is of the order of their terms, which is 1.
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=4e-6 * (1 + float(e.abs().max())))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from gradfilter.native.fused import as_floats
 from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
-from gradfilter.native.values import Act, Fused, Pair, count_dtype, is_smooth
+from gradfilter.native.values import NO_CELLS, Act, Cells, Ending, Fused, Pair, count_dtype, is_smooth
 
 _HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
 """How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
@@ -110,6 +111,7 @@ def convolve(
     patch: Pair,
     residual: Tensor | None = None,
     want_slope: bool = True,
+    cells: Cells | None = None,
 ) -> Fused:
     """Return act(conv(x) · scale + shift + residual) with its patch means and slopes.
 
@@ -130,42 +132,28 @@ def convolve(
         patch: The patch `(h, w)`.
         residual: A map of the output's shape to add before the activation.
         want_slope: Whether the slope is asked for.
+        cells: Where patch means and slopes go, as `make_cells` makes them; `None` for new tensors.
     """
     shape = (len(x), len(w), *out_size)
-    if not (can_read(x, w) and _can_finish(shape, patch, residual)):
+    if not (can_read(x, w) and can_finish(shape, patch, residual)):
         groups = len(w) if kernel == "depthwise" else 1
         ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
         after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
         with torch.no_grad():
             padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
             y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
-        return torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope)
-    if bias is not None:
-        with torch.no_grad():
-            bias = bias if scale is None else bias * scale
-            shift = bias if shift is None else shift + bias
-    scale, shift, w = as_floats(scale), as_floats(shift), w.contiguous()
-    result = _make_result(shape, act, patch, want_slope)
-    y, mean, slope = result
-    head = _make_head(shape, _UNPOOLED if mean is None else patch, act, 0 if slope is None else slope.element_size())
-    pointers = _POINTERS.pack(
-        0,
-        0 if residual is None else residual.data_ptr(),
-        y.data_ptr(),
-        0,
-        0,
-        0 if mean is None else mean.data_ptr(),
-        0 if slope is None else slope.data_ptr(),
-        x.data_ptr(),
-        w.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        0 if shift is None else shift.data_ptr(),
-    )
-    call(kernel, head + pointers + _make_tail(kernel, x.shape, w.shape, stride, dilation, padding))
-    return result
+        return give_cells(torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope), cells)
+    y = empty(shape, torch.float32, torch.channels_last)
+    end = Ending(bias, scale, shift, act, patch, want_slope)
+    cells = make_cells(shape, end) if cells is None else cells
+    where = stride, dilation, padding
+    task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
+    call(kernel, task)
+    del held
+    return Fused(y, *cells)
 
 
-def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
+def can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
     """Tell whether the library can finish an output of this shape."""
     plain = residual is None or (
         type(residual) is Tensor
@@ -176,17 +164,84 @@ def _can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) ->
     return plain and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
 
 
-def _make_result(shape: tuple[int, ...], act: Act, patch: Pair, want_slope: bool) -> Fused:
-    """Return the tensors of a result, which the library fills."""
-    layout = torch.channels_last
-    y = empty(shape, torch.float32, layout)
+def make_cells(shape: Sequence[int], end: Ending) -> Cells:
+    """Return new tensors for the patch means and slopes of an output, as far as it has any."""
+    patch = end.patch
     if patch == (1, 1):
-        return Fused(y, None, None)
+        return NO_CELLS
     cells = (shape[0], shape[1], -(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
-    mean = empty(cells, torch.float32, layout)
-    if not (want_slope and act.kind):
-        return Fused(y, mean, None)
-    return Fused(y, mean, empty(cells, torch.float32 if is_smooth(act) else count_dtype(patch), layout))
+    mean = empty(cells, torch.float32, torch.channels_last)
+    if not (end.want_slope and end.act.kind):
+        return Cells(mean, None)
+    dtype = torch.float32 if is_smooth(end.act) else count_dtype(patch)
+    return Cells(mean, empty(cells, dtype, torch.channels_last))
+
+
+def give_cells(fused: Fused, cells: Cells | None) -> Fused:
+    """Return a result whose patch means and slopes are written to tensors that were given for them.
+
+    As the library writes them: autograd, which may have saved these tensors, does not know of it.
+    """
+    if cells is None:
+        return fused
+    for given, new in zip(cells, fused[1:], strict=True):
+        if given is not None and new is not None:
+            given.data.copy_(new)
+    return Fused(fused.y, *cells)
+
+
+def pack_task(
+    kernel: str,
+    x: Tensor | None,
+    x_shape: Sequence[int],
+    w: Tensor,
+    shape: tuple[int, ...],
+    end: Ending,
+    residual: Tensor | None,
+    y: Tensor | None,
+    cells: Cells,
+    stride: Pair,
+    dilation: Pair,
+    padding: Pair,
+) -> tuple[bytes, list[Any]]:
+    """Return a task of the library, and what must live until it is done.
+
+    Args:
+        kernel: What `can_convolve` says.
+        x: The input; `None` where the library has it already.
+        x_shape: Its shape.
+        w: The weight, as torch has it.
+        shape: The shape of the output.
+        end: What follows the convolution.
+        residual: A map to add before the activation.
+        y: The output; `None` where it stays in the library.
+        cells: Where its patch means and slopes go.
+        stride: The stride `(h, w)`.
+        dilation: The dilation `(h, w)`.
+        padding: Zeros before the first row and column.
+    """
+    bias, scale, shift, act, patch, _ = end
+    mean, slope = cells
+    if bias is not None:
+        with torch.no_grad():
+            bias = bias if scale is None else bias * scale
+            shift = bias if shift is None else shift + bias
+    scale, shift, w = as_floats(scale), as_floats(shift), w.contiguous()
+    head = _make_head(shape, _UNPOOLED if mean is None else patch, act, 0 if slope is None else slope.element_size())
+    pointers = _POINTERS.pack(
+        0,
+        0 if residual is None else residual.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        0,
+        0,
+        0 if mean is None else mean.data_ptr(),
+        0 if slope is None else slope.data_ptr(),
+        0 if x is None else x.data_ptr(),
+        w.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if shift is None else shift.data_ptr(),
+    )
+    return head + pointers + _make_tail(kernel, tuple(x_shape), w.shape, stride, dilation, padding), [x, w, scale, shift]
 
 
 @lru_cache(maxsize=4096)

@@ -22,33 +22,11 @@ typedef struct {
     size_t rows_at, strips_at; /* in the scratch of a thread */
 } plan;
 
-static void pack(const plan *p) {
-    const gf_dense *t = p->task;
-    const int64_t taps = t->kh * t->kw;
-    for (int64_t panel = 0; panel < p->panels; panel++) {
-        const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start;
-        float *to = p->weight + start * GF_LANES * p->depth;
-        for (int64_t j = 0; j < width; j++) {
-            const int64_t c = gf_vec_start(start + j, t->after.map.c);
-            for (int64_t l = 0; l < GF_LANES; l++) {
-                const float scale = t->scale ? t->scale[c + l] : 1, *from = t->weight + (c + l) * p->depth;
-                p->shift[(start + j) * GF_LANES + l] = t->shift ? t->shift[c + l] : 0;
-                float *lane = to + j * GF_LANES + l;
-                for (int64_t tap = 0; tap < taps; tap++)
-                    for (int64_t i = tap; i < p->depth; i += taps, lane += width * GF_LANES) *lane = from[i] * scale;
-            }
-        }
-    }
-}
-
-/* How far ahead of a tile its panel fetches. */
-enum { AHEAD_FLOATS = 4096 };
-
 /* Multiply `pixels` pixels with panels [from, to); y begins with the first of those. */
 static void multiply(const plan *p, const float *x, float *y, int64_t pixels, int64_t from, int64_t to) {
     const int64_t first = panel_start(from, p->vectors), pitch = (panel_start(to, p->vectors) - first) * GF_LANES;
     for (int64_t panel = from; panel < to; panel++) {
-        const int64_t ahead = panel == 0 && !p->strips ? gf_most(12, AHEAD_FLOATS / p->depth) * p->depth : 0;
+        const int64_t ahead = panel == 0 && !p->strips ? far_ahead(p->depth) : 0;
         const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start, c = start * GF_LANES;
         RUN[width - 1](x, &p->at, p->weight + c * p->depth, p->shift + c, y + c - first * GF_LANES, pitch, pixels, ahead);
     }
@@ -66,9 +44,6 @@ static void copy_strips(const plan *p, int64_t image, int64_t row, float *to) {
         memset(to + first + count, 0, (size_t)(p->strip - first - count) * sizeof(float));
     }
 }
-
-/* Pixels that stay near while all panels pass over them. */
-static int64_t chunk_of(int64_t depth) { return gf_most(24, gf_least(192, 32768 / depth / 12 * 12)); }
 
 /* The first pixel of patch row `unit`, counted over all images. */
 static int64_t first_pixel(const gf_map *map, int64_t unit) {
@@ -138,7 +113,7 @@ int GF_LEVEL(gf_dense)(const gf_dense *t, int threads) {
     p.weight = aligned_alloc(64, gf_float_bytes(lanes * (p.depth + 1)));
     if (!p.weight) return -1;
     p.shift = p.weight + lanes * p.depth;
-    pack(&p);
+    pack_panels(t, p.vectors, p.weight, p.shift);
     p.strips_at = p.rows_at + gf_float_bytes(p.together * pixels * widest);
     const size_t scratch = p.strips_at + gf_float_bytes(p.strips * p.strip);
     const int64_t work = gf_ceil_div(units, p.together) * gf_ceil_div(p.panels, p.part);

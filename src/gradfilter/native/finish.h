@@ -8,8 +8,8 @@
 
 #include "vec.h"
 
-/* Pixels to fetch ahead of where y is. */
-enum { AHEAD = 4 };
+/* Pixels to fetch ahead of where y is, and cells ahead of where means and slopes are. */
+enum { AHEAD = 4, CELLS_AHEAD = 8 };
 
 /* Some vectors of channels of one cell. */
 typedef struct {
@@ -50,72 +50,181 @@ GF_INLINE void run_cell(const cell *q, const int kind, const int residual, const
     for (int v = 0; v < V; v++) sums[v] = sum[v], flat[v] = count[v];
 }
 
-#define CELL(kind, residual, stream, V)                                                           \
-    static void kind##_##residual##_##stream##_##V(const cell *q, gf_vec *sums, gf_ints *flat) { \
-        run_cell(q, kind, residual, stream, V, sums, flat);                                       \
-    }
-#define CELLS_OF(kind, residual) \
-    CELL(kind, residual, 0, 1) CELL(kind, residual, 0, 2) CELL(kind, residual, 1, 1) CELL(kind, residual, 1, 2)
-#define ROW_OF(kind, residual) \
-    {{kind##_##residual##_0_1, kind##_##residual##_0_2}, {kind##_##residual##_1_1, kind##_##residual##_1_2}}
-CELLS_OF(GF_IDENTITY, 0)
-CELLS_OF(GF_IDENTITY, 1)
-CELLS_OF(GF_CLAMP, 0)
-CELLS_OF(GF_CLAMP, 1)
-CELLS_OF(GF_LEAKY, 0)
-CELLS_OF(GF_LEAKY, 1)
-
-typedef void cell_fn(const cell *, gf_vec *sums, gf_ints *flat);
-static cell_fn *const CELLS[3][2][2][2] = {{ROW_OF(GF_IDENTITY, 0), ROW_OF(GF_IDENTITY, 1)},
-                                           {ROW_OF(GF_CLAMP, 0), ROW_OF(GF_CLAMP, 1)},
-                                           {ROW_OF(GF_LEAKY, 0), ROW_OF(GF_LEAKY, 1)}};
-
 static int is_smooth(const gf_norm_act *t) { return t->kind > GF_LEAKY; }
 
-/* Smooth activations: y = x, then the library's own pass over y. */
-static void finish_smooth(const gf_norm_act *t, int64_t image, int64_t row, void *scratch) {
+/* What is known of patches of which not all rows have been finished: [cell, vector, lane]. */
+typedef struct {
+    float *sums;
+    float *slopes; /* numbers of steep pixels, or sums of the derivative */
+} unfinished;
+
+/* Some rows of one patch row, for the vectors of channels from `vector` on that a pitch of x holds. */
+typedef struct {
+    float *x;
+    int64_t pitch, vector, image;
+    int64_t from, to; /* rows of the image */
+    unfinished kept;  /* not used where they are all rows of the patch row */
+} band;
+
+/* Where the results of a band go. */
+typedef struct {
+    int64_t cells, at;  /* in the patch row, and the index of the first one's first channel */
+    int64_t rows;       /* of the patch row */
+    int starts, ends;   /* whether the band has its first row, and its last one */
+} patch_row;
+
+GF_INLINE patch_row find_patch_row(const gf_map *m, const band *b) {
+    const int64_t row = b->from / m->ph, top = row * m->ph, cells = gf_ceil_div(m->w, m->pw);
+    const int64_t rows = gf_least(m->ph, m->h - top);
+    return (patch_row){cells, (b->image * gf_ceil_div(m->h, m->ph) + row) * cells * m->c, rows, b->from == top,
+                       b->to == top + rows};
+}
+
+/* One over the pixels of a cell, where a product with it is the quotient to the last bit; else 0. */
+GF_INLINE float exact_inverse(int64_t area) { return area & (area - 1) ? 0 : 1 / (float)area; }
+
+/* Add a band's part of one vector of a cell to what is known of it, and write the whole: `area` is the whole's. */
+GF_INLINE void put_cell(const gf_norm_act *t, const band *b, const patch_row *to, int64_t cell, int64_t vector, gf_vec sum,
+                        gf_vec slope, int64_t area, float inverse) {
+    const int64_t kept = cell * b->pitch + (vector - b->vector) * GF_LANES;
+    const int64_t at = to->at + cell * t->map.c + gf_vec_start(vector, t->map.c);
+    if (!to->starts) sum += gf_load(b->kept.sums + kept), slope += gf_load(b->kept.slopes + kept);
+    if (!to->ends) {
+        gf_store(b->kept.sums + kept, sum);
+        gf_store(b->kept.slopes + kept, slope);
+        return;
+    }
+    if (t->mean) __builtin_prefetch((float *)t->mean + at + CELLS_AHEAD * t->map.c, 1);
+    if (t->slope) __builtin_prefetch((char *)t->slope + (at + CELLS_AHEAD * t->map.c) * (is_smooth(t) ? 4 : t->count_bytes), 1);
+    if (t->mean) gf_store((float *)t->mean + at, t->sums ? sum : inverse != 0 ? sum * inverse : sum / (float)area);
+    if (!t->slope || t->kind == GF_IDENTITY) return;
+    if (is_smooth(t))
+        gf_store((float *)t->slope + at, slope / (float)area);
+    else
+        gf_put_counts(t->slope, at, __builtin_convertvector(slope, gf_ints), t->count_bytes);
+}
+
+/* Finish V vectors of a cell, from `vector` on, and what a band has of its columns. */
+GF_INLINE void finish_cell(const gf_norm_act *t, const band *b, const patch_row *to, const cell *q, int64_t cell,
+                           int64_t vector, float inverse, const int kind, const int residual, const int stream, const int V) {
+    gf_vec sums[2];
+    gf_ints flat[2];
+    run_cell(q, kind, residual, stream, V, sums, flat);
+    if (!t->mean && !t->slope) return;
+#pragma GCC unroll 2
+    for (int k = 0; k < V; k++)
+        put_cell(t, b, to, cell, vector + k, sums[k], __builtin_convertvector(flat[k] + (int32_t)(q->rows * q->columns), gf_vec),
+                 to->rows * q->columns, inverse);
+}
+
+/* Finish a band where the activation is no smooth one; without a y, in place. */
+GF_INLINE void run_band_of(const gf_norm_act *t, const band *b, const int kind, const int residual, const int stream) {
+    const gf_map *m = &t->map;
+    const patch_row to = find_patch_row(m, b);
+    const int64_t first = (b->image * m->h + b->from) * m->w, end = b->vector + b->pitch / GF_LANES;
+    cell q = {.rows = b->to - b->from, .x_pitch = b->pitch, .x_row = b->pitch * m->w};
+    q.y_pitch = t->y ? m->c : b->pitch;
+    q.y_row = q.y_pitch * m->w;
+    q.lo = t->lo, q.hi = t->hi, q.leak = t->leak;
+    q.flat_to = kind == GF_LEAKY ? 0 : t->lo;
+    q.flat_from = kind == GF_LEAKY || t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
+    for (int64_t j = 0; j < to.cells; j++) {
+        const int64_t left = j * m->pw;
+        q.columns = gf_least(m->pw, m->w - left);
+        const float inverse = exact_inverse(to.rows * q.columns);
+        for (int64_t i = b->vector, v; i < end; i += v) {
+            const int64_t pixel = (first + left) * m->c + gf_vec_start(i, m->c);
+            float *x = b->x + left * b->pitch + (i - b->vector) * GF_LANES;
+            q.x = x;
+            q.y = t->y ? (float *)t->y + pixel : x;
+            q.residual = residual ? (const float *)t->residual + pixel : NULL;
+            v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
+            if (v == 2)
+                finish_cell(t, b, &to, &q, j, i, inverse, kind, residual, stream, 2);
+            else
+                finish_cell(t, b, &to, &q, j, i, inverse, kind, residual, stream, 1);
+        }
+    }
+}
+
+#define BAND(kind, residual, stream)                                                  \
+    static void kind##_##residual##_##stream(const gf_norm_act *t, const band *b) { \
+        run_band_of(t, b, kind, residual, stream);                                    \
+    }
+#define BANDS_OF(kind) BAND(kind, 0, 0) BAND(kind, 0, 1) BAND(kind, 1, 0) BAND(kind, 1, 1)
+#define ROW_OF(kind) {{kind##_0_0, kind##_0_1}, {kind##_1_0, kind##_1_1}}
+BANDS_OF(GF_IDENTITY)
+BANDS_OF(GF_CLAMP)
+BANDS_OF(GF_LEAKY)
+
+typedef void band_fn(const gf_norm_act *, const band *);
+static band_fn *const BANDS[3][2][2] = {ROW_OF(GF_IDENTITY), ROW_OF(GF_CLAMP), ROW_OF(GF_LEAKY)};
+
+/* `stream`: y is not read again soon, and may be written past the caches. */
+static void finish_band(const gf_norm_act *t, const band *b, int stream) {
+    const int streamed = stream && t->y && gf_is_streamed(&t->map, t->y);
+    BANDS[t->kind][t->residual != NULL][streamed](t, b);
+    if (streamed) gf_fence();
+}
+
+/* The pass that only writes y: what is left of one whose activation, means and slopes are computed elsewhere. */
+static gf_norm_act copy_only(const gf_norm_act *t) {
+    return (gf_norm_act){.map = t->map, .kind = GF_IDENTITY, .y = t->y};
+}
+
+/* Finish patch row `row` of an image, for the vectors of channels from `vector` on that a pitch of x holds: of a smooth
+ * activation all of them, for the library's own pass over y follows. */
+static inline void finish_rows(const gf_norm_act *t, float *x, int64_t pitch, int64_t image, int64_t row, int64_t vector,
+                        void *scratch) {
+    const gf_map *m = &t->map;
+    const band b = {x, pitch, vector, image, row * m->ph, gf_least(m->h, (row + 1) * m->ph), {NULL, NULL}};
+    if (!is_smooth(t)) {
+        finish_band(t, &b, 1);
+        return;
+    }
+    const gf_norm_act copy = copy_only(t);
+    finish_band(&copy, &b, 0);
     gf_norm_act task = *t;
     task.x = t->y;
     task.scale = task.shift = NULL;
     gf_current()->norm_act(&task, image, row, scratch);
 }
 
-/* Finish patch row `row` of an image, for the vectors of channels from `vector` on that a pitch of x holds. */
-static void finish_rows(const gf_norm_act *t, const float *x, int64_t pitch, int64_t image, int64_t row, int64_t vector,
-                        void *scratch) {
-    const gf_map *m = &t->map;
-    const int smooth = is_smooth(t), streamed = !smooth && gf_is_streamed(&t->map, t->y);
-    void *mean = smooth ? NULL : t->mean, *slope = smooth || t->kind == GF_IDENTITY ? NULL : t->slope;
-    const float *residual = smooth ? NULL : t->residual;
-    cell_fn *const *run = CELLS[smooth ? GF_IDENTITY : t->kind][residual != NULL][streamed];
-    const int64_t down = gf_ceil_div(m->h, m->ph), cells = gf_ceil_div(m->w, m->pw), end = vector + pitch / GF_LANES;
-    const int64_t first = (image * m->h + row * m->ph) * m->w;
-    cell q = {.rows = gf_least(m->ph, m->h - row * m->ph), .x_pitch = pitch, .x_row = pitch * m->w, .y_pitch = m->c};
-    q.y_row = m->c * m->w;
-    q.lo = t->lo, q.hi = t->hi, q.leak = t->leak;
-    q.flat_to = t->kind == GF_LEAKY ? 0 : t->lo;
-    q.flat_from = t->kind == GF_LEAKY || t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
-    for (int64_t j = 0; j < cells; j++) {
-        const int64_t left = j * m->pw, at = ((image * down + row) * cells + j) * m->c;
-        q.columns = gf_least(m->pw, m->w - left);
-        const int32_t area = (int32_t)(q.rows * q.columns);
-        for (int64_t i = vector, v; i < end; i += v) {
-            const int64_t c = gf_vec_start(i, m->c), pixel = (first + left) * m->c + c;
-            gf_vec sums[2];
-            gf_ints flat[2];
-            v = i + 2 <= end && (i + 2) * GF_LANES <= m->c ? 2 : 1;
-            q.x = x + left * pitch + (i - vector) * GF_LANES;
-            q.y = (float *)t->y + pixel;
-            q.residual = residual ? residual + pixel : NULL;
-            run[v - 1](&q, sums, flat);
-            for (int64_t k = 0, to = at + c; k < v; k++, to += GF_LANES) {
-                if (mean) gf_store((float *)mean + to, t->sums ? sums[k] : sums[k] / (float)area);
-                if (slope) gf_put_counts(slope, to, flat[k] + area, t->count_bytes);
-            }
-        }
+/* A smooth activation of some rows in scratch, by the library's own pass and in place: a map of its own, with one row of
+ * patches. `results` receives sums and mean slopes. */
+static inline gf_norm_act pass_in_scratch(const gf_norm_act *t, float *x, int64_t pitch, int64_t rows, float *results) {
+    const int64_t cells = gf_ceil_div(t->map.w, t->map.pw);
+    gf_norm_act task = {.map = {1, pitch, rows, t->map.w, rows, t->map.pw, 1, GF_FLOAT32}, .kind = t->kind, .sums = 1};
+    task.x = task.y = x;
+    if (t->mean || t->slope) task.mean = results, task.slope = results + cells * pitch;
+    return task;
+}
+
+/* Bytes of scratch that `finish_some` needs for bands of this pitch. */
+static inline size_t some_scratch(const gf_norm_act *t, int64_t pitch) {
+    if (!is_smooth(t)) return 0;
+    const gf_norm_act pass = pass_in_scratch(t, NULL, pitch, 1, NULL);
+    return gf_float_bytes(2 * gf_ceil_div(t->map.w, t->map.pw) * pitch) + (gf_norm_act_scratch(&pass) + 63) / 64 * 64;
+}
+
+/* Finish a band of some of the channels, whatever the activation. There is no residual. */
+static inline void finish_some(const gf_norm_act *t, const band *b, void *scratch) {
+    if (!is_smooth(t)) {
+        finish_band(t, b, 1);
+        return;
     }
-    if (streamed) gf_fence();
-    if (smooth) finish_smooth(t, image, row, scratch);
+    const patch_row to = find_patch_row(&t->map, b);
+    const int64_t size = to.cells * b->pitch, rows = b->to - b->from;
+    float *sums = scratch, *slopes = sums + size;
+    const gf_norm_act pass = pass_in_scratch(t, b->x, b->pitch, rows, sums), copy = copy_only(t);
+    gf_current()->norm_act(&pass, 0, 0, (char *)scratch + gf_float_bytes(2 * size));
+    if (t->y) finish_band(&copy, b, 1);
+    for (int64_t j = 0; j < to.cells && (t->mean || t->slope); j++)
+        for (int64_t i = 0; i < b->pitch; i += GF_LANES) {
+            const int64_t at = j * b->pitch + i, columns = gf_least(t->map.pw, t->map.w - j * t->map.pw);
+            put_cell(t, b, &to, j, b->vector + i / GF_LANES, gf_load(sums + at), gf_load(slopes + at) * (float)(rows * columns),
+                     to.rows * columns, 0);
+        }
 }
 
 #endif

@@ -5,6 +5,7 @@
 #ifndef GF_TILE_H
 #define GF_TILE_H
 
+#include "conv.h"
 #include "vec.h"
 
 /* Where the numbers of x are that a pixel is multiplied with: runs of `run` floats, one or more in each of some rows. */
@@ -53,6 +54,9 @@ GF_INLINE void fetch(const float *from, int64_t floats) {
     for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(from + i, 0, 2);
 }
 
+/* How far ahead of a tile a panel fetches pixels of `inputs` numbers that lie one after the other. */
+GF_INLINE int64_t far_ahead(int64_t inputs) { return gf_most(12, 4096 / inputs) * inputs; }
+
 /* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy, and 8 do. */
 #define PANEL(V, R, S)                                                                                                   \
     static void panel_##V(const float *x, const under *at, const float *weight, const float *shift, float *y,            \
@@ -85,6 +89,28 @@ GF_INLINE int64_t count_panels(int64_t vectors) { return gf_most(1, vectors / 2)
 /* The first vector of a panel; of the one after the last, the end. */
 GF_INLINE int64_t panel_start(int64_t panel, int64_t vectors) {
     return panel < count_panels(vectors) ? 2 * panel : vectors;
+}
+
+/* Pixels that stay near while all panels pass over them. */
+GF_INLINE int64_t chunk_of(int64_t depth) { return gf_most(24, gf_least(192, 32768 / depth / 12 * 12)); }
+
+/* Pack the weights of all panels, times the scales, and the shifts as [vector, lane]. */
+static inline void pack_panels(const gf_dense *t, int64_t vectors, float *weight, float *shift) {
+    const int64_t taps = t->kh * t->kw, depth = t->inputs * taps;
+    for (int64_t panel = 0; panel < count_panels(vectors); panel++) {
+        const int64_t start = panel_start(panel, vectors), width = panel_start(panel + 1, vectors) - start;
+        float *to = weight + start * GF_LANES * depth;
+        for (int64_t j = 0; j < width; j++) {
+            const int64_t c = gf_vec_start(start + j, t->after.map.c);
+            for (int64_t l = 0; l < GF_LANES; l++) {
+                const float scale = t->scale ? t->scale[c + l] : 1, *from = t->weight + (c + l) * depth;
+                shift[(start + j) * GF_LANES + l] = t->shift ? t->shift[c + l] : 0;
+                float *lane = to + j * GF_LANES + l;
+                for (int64_t tap = 0; tap < taps; tap++)
+                    for (int64_t i = tap; i < depth; i += taps, lane += width * GF_LANES) *lane = from[i] * scale;
+            }
+        }
+    }
 }
 
 #endif

@@ -47,6 +47,49 @@ class Fused(NamedTuple):
     slope: Tensor | None
 
 
+class Ending(NamedTuple):
+    """What follows a convolution: act(conv(x) · scale + shift), pooled.
+
+    Attributes:
+        bias: The convolution's own bias, or `None`.
+        scale: One factor per channel, or `None` for 1.
+        shift: One term per channel, or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        want_slope: Whether the slope is asked for.
+    """
+
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    act: Act
+    patch: Pair
+    want_slope: bool = True
+
+
+class Cells(NamedTuple):
+    """The patch means and slopes of a `Fused`, without the map."""
+
+    mean: Tensor | None
+    slope: Tensor | None
+
+
+NO_CELLS = Cells(None, None)
+"""Those at patch 1."""
+
+
+class Expanded(NamedTuple):
+    """The result of two convolutions without the map between them.
+
+    Attributes:
+        hidden: What is left of that map.
+        out: The second one's.
+    """
+
+    hidden: Cells
+    out: Fused
+
+
 def is_smooth(act: Act) -> bool:
     """Tell whether the slope is a mean of derivatives instead of a count."""
     return act.kind > LEAKY

@@ -200,11 +200,11 @@ static void sum_tiles(const plan *p, const piece *w, int64_t first, int64_t coun
     }
 }
 
-static void finish(const plan *p, const piece *w, const float *rows, int64_t pitch, int64_t vector, void *scratch) {
+static void finish(const plan *p, const piece *w, float *rows, int64_t pitch, int64_t vector, void *scratch) {
     const gf_map *map = &p->task->after.map;
     for (int64_t i = 0; i < w->images; i++)
         for (int64_t unit = 0; unit < w->units; unit++) {
-            const float *from = rows + (i * (w->bottom - w->top) + unit * map->ph) * map->w * pitch;
+            float *from = rows + (i * (w->bottom - w->top) + unit * map->ph) * map->w * pitch;
             finish_rows(&p->task->after, from, pitch, w->image + i, w->unit + unit, vector, scratch);
         }
 }

@@ -1,0 +1,79 @@
+"""A pointwise and a depthwise convolution, each with what follows it, without the map between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradfilter.native.conv import can_convolve, can_finish, convolve, give_cells, make_cells, pack_task
+from gradfilter.native.library import call
+from gradfilter.native.memory import empty
+from gradfilter.native.values import Cells, Ending, Expanded, Fused, Pair
+
+
+def can_expand(x: Tensor, w: Tensor, taps: Tensor) -> bool:
+    """Tell whether the library runs a pointwise convolution and a depthwise one of its result.
+
+    Args:
+        x: The input [N, C, H, W]: for the library, float32 in channels_last memory.
+        w: The pointwise weight [D, C, 1, 1].
+        taps: The depthwise weight [D, 1, kh, kw].
+    """
+    one = (1, 1)
+    return (
+        can_convolve(x, w, one, (0, 0), one, 1) == "dense"
+        and w.shape[1:] == (x.shape[1], *one)
+        and type(taps) in (Tensor, Parameter)
+        and taps.dtype is torch.float32
+        and taps.device == x.device
+        and taps.shape[:2] == (len(w), 1)
+    )
+
+
+def expand(
+    x: Tensor,
+    w: Tensor,
+    middle: Ending,
+    taps: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    end: Ending,
+    cells: Cells | None = None,
+) -> Expanded:
+    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), and what is pooled of both.
+
+    Runs in the library where `can_expand` says so, else in torch. Nothing is differentiable.
+
+    Args:
+        x: The input [N, C, H, W].
+        w: The pointwise weight [D, C, 1, 1].
+        middle: What follows the pointwise convolution.
+        taps: The depthwise weight [D, 1, kh, kw].
+        stride: The depthwise stride `(h, w)`.
+        padding: Zeros before the first row and column of the hidden map; those after the last follow from `out_size`.
+        dilation: The depthwise dilation `(h, w)`.
+        out_size: Size `(h, w)` of the output.
+        end: What follows the depthwise convolution.
+        cells: Where patch means and slopes of the hidden map go, as `make_cells` makes them; `None` for new tensors.
+    """
+    shape, out_shape = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size)
+    one, none = (1, 1), (0, 0)
+    if not (can_expand(x, w, taps) and can_finish(shape, middle.patch, None) and can_finish(out_shape, end.patch, None)):
+        bias, scale, shift, act, patch, want_slope = middle
+        size = (x.shape[2], x.shape[3])
+        hidden = convolve("dense", x, w, bias, one, none, one, size, scale, shift, act, patch, None, want_slope)
+        bias, scale, shift, act, patch, want_slope = end
+        ends = bias, stride, padding, dilation, out_size, scale, shift, act, patch
+        out = convolve("depthwise", hidden.y, taps, *ends, want_slope=want_slope)
+        return Expanded(Cells(*give_cells(hidden, cells)[1:]), out)
+    cells = make_cells(shape, middle) if cells is None else cells
+    out = Fused(empty(out_shape, torch.float32, torch.channels_last), *make_cells(out_shape, end))
+    first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)
+    where = stride, dilation, padding
+    second, also = pack_task("depthwise", None, shape, taps, out_shape, end, None, out.y, Cells(*out[1:]), *where)
+    call("expand", first + second)
+    del held, also
+    return Expanded(cells, out)
