@@ -24,7 +24,8 @@ def draw_ending(channels, act, patch, has, seed):
     """Return what follows a convolution, with those of bias, scale and shift that it is to have."""
     bias, shift = (draw_eighths(channels, seed=seed + i, most=16) for i in range(2))
     values = bias, 2 * draw_halves(channels, seed=seed + 2), shift
-    return native.Ending(*(v if h else None for v, h in zip(values, has, strict=False)), act, patch, has[3])
+    bias, scale, shift = (v if h else None for v, h in zip(values, has, strict=False))
+    return native.Ending(bias, scale, shift, act, patch, has[3])
 
 
 def compare(x, w, middle, taps, rows, columns, end, cells=None):

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from gradfilter import native
 from gradfilter.carriers import make_carrier
-from gradfilter.native import IDENTITY, Act, Fused
+from gradfilter.native import IDENTITY, Act, Ending, Fused, make_cells
 from gradfilter.patches import Pair
-from gradfilter.recipe import Recipe, start
+from gradfilter.recipe import Ended, Promise, Recipe, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
@@ -137,8 +137,9 @@ def can_compute(x: Handle) -> bool:
 
 def make_recipe(x: Handle) -> Recipe:
     """Return a recipe to go on from: the one of a deferred convolution, else one that starts from the value of x."""
-    if x.recipe is not None and x.recipe.scale is None and x.recipe.residual is None:
-        return x.recipe
+    recipe = x.recipe
+    if recipe is not None and recipe.scale is None and recipe.residual is None and recipe.ended is None:
+        return recipe
     return start(pixels(x), x)
 
 
@@ -149,6 +150,7 @@ def can_add(x: Any, residual: Any) -> bool:
         and isinstance(residual, Handle)
         and x.recipe is not None
         and x.recipe.residual is None
+        and x.recipe.ended is None
         and x is not residual
         and can_defer(residual)
         and residual.shape == x.shape
@@ -163,10 +165,24 @@ def make_placeholder(recipe: Recipe) -> Tensor:
 
 def wait(x: Handle, recipe: Recipe) -> None:
     """Give a deferred tensor its recipe, and let the sources know that it will read them."""
-    x.recipe = recipe
+    x.recipe, reference, promise = recipe, weakref.ref(x), recipe.promise
     for source, _ in recipe.sources:
         if isinstance(source, Handle):
-            source.watch.waiting.append(weakref.ref(x))
+            source.watch.waiting.append(reference)
+    if promise is not None:
+        promise.waiting.append(reference)
+
+
+def wait_with(x: Handle, act: Act) -> Recipe | None:
+    """Return the recipe of an activation of x that may wait for a depthwise convolution, `None` where that is not likely.
+
+    What backward needs of it, patch means and slopes, is saved before it is computed: nobody may look at it when it is.
+    """
+    recipe = x.recipe
+    if recipe is None or not recipe.may_expand or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+        return None
+    cells = make_cells(recipe.shape, Ending(None, None, None, act, x.patch))
+    return recipe._replace(ended=Ended(act, x.patch, cells, Promise(resolve)))
 
 
 def resolve(x: Handle) -> None:
@@ -196,6 +212,8 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
 
     `None` where there is no such pass. In place, the value of x is changed; its carrier is for the caller to bind.
     """
+    if x.recipe is not None and x.recipe.ended is not None:
+        resolve(x)
     if x.recipe is None:
         if not native.can_run(x.value):
             return None

@@ -33,6 +33,7 @@ from gradfilter.deferred import (
     resolve,
     run_act,
     wait,
+    wait_with,
 )
 from gradfilter.environment import has_bfloat16
 from gradfilter.recipe import Recipe, find_convolution, start
@@ -168,6 +169,10 @@ def conv2d(
     x = input
     if not isinstance(x, FrozenTensor) or x.dim() != 4:
         return NotImplemented
+    if x.recipe is not None and x.recipe.ended is not None and not isinstance(padding, str) and can_defer(x):
+        recipe = x.recipe.follow(weight, bias, as_pair(stride), as_pair(padding), as_pair(dilation), groups)
+        if recipe is not None:
+            return defer_frozen(recipe, x.outer)
     value = pixels(x)
     if x.outer is not None:
         where = stride, padding, dilation, groups
@@ -241,9 +246,15 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     start, end, slope = find_step(func, args, kwargs)
     if start > end:
         return NotImplemented
-    inplace = is_inplace(func, kwargs)
+    inplace, act = is_inplace(func, kwargs), make_act(start, end, slope)
+    recipe = wait_with(x, act)
+    if recipe is not None and inplace:
+        wait(x, recipe)
+        return x
+    if recipe is not None:
+        return defer_frozen(recipe, x.outer)
     with torch.no_grad():
-        fused = run_act(x, make_act(start, end, slope), inplace)
+        fused = run_act(x, act, inplace)
     if fused is None and x.outer is None:
         return NotImplemented
     y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y

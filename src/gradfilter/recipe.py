@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradfilter import native
 from gradfilter.errors import InputError
-from gradfilter.native import IDENTITY, Act, Fused
+from gradfilter.native import IDENTITY, Act, Cells, Ending, Fused
 from gradfilter.patches import Pair
 
 Sources = tuple[tuple[Tensor, int], ...]
@@ -43,14 +45,64 @@ class Convolution(NamedTuple):
         act: Act = IDENTITY,
         patch: Pair = (1, 1),
         residual: Tensor | None = None,
+        cells: Cells | None = None,
     ) -> Fused:
         """Compute act(conv(x)·scale + shift + residual)."""
         where = self.stride, self.padding, self.dilation, self.size
-        return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual)
+        return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual, cells=cells)
+
+
+class Promise:
+    """What opens, in backward, patch means and slopes of a map that waited when autograd saved them.
+
+    Attributes:
+        kept: Whether they are there.
+        resolve: What computes a tensor that waits.
+        waiting: The tensors with which they are computed.
+    """
+
+    __slots__ = ("kept", "resolve", "waiting")
+
+    def __init__(self, resolve: Callable[[Any], None]) -> None:
+        """Start with nothing computed."""
+        self.kept, self.resolve = False, resolve
+        self.waiting: list[weakref.ref[Any]] = []
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the first of the tensors that were saved, as `keep.base.take` does, once it is computed."""
+        for reference in self.waiting if not self.kept else ():  # whoever had a gradient without having a value
+            x = reference()
+            if x is not None and x.recipe is not None and not self.kept:
+                self.resolve(x)
+        if not self.kept:
+            raise InputError(
+                "a gradient came back to a layer whose output was never computed, for nobody read it and it is gone. Hold the "
+                "tensors that you differentiate until backward is over."
+            )
+        return tensors[0]
+
+
+class Ended(NamedTuple):
+    """The activation with which a recipe ends.
+
+    Attributes:
+        act: The activation.
+        patch: The patch.
+        cells: Where its patch means and slopes go.
+        promise: Who is told when they are there.
+    """
+
+    act: Act
+    patch: Pair
+    cells: Cells
+    promise: Promise
 
 
 class Recipe(NamedTuple):
     """A map as a function of tensors that are there: y = conv(x)·scale + shift + residual, each of them where there is one.
+
+    A pointwise convolution with many more outputs than inputs may end in its activation, and wait with that for a depthwise
+    convolution: the library computes both without the map between them, the largest of a mobile network.
 
     Attributes:
         x: The value that it starts from [N, C, H, W].
@@ -60,6 +112,8 @@ class Recipe(NamedTuple):
         scale: γ/σ of a batch norm in eval mode, per channel.
         shift: Its β − μ·γ/σ.
         residual: A value of the same shape as the result.
+        ended: The activation behind all that, where nothing but a depthwise convolution may join any more.
+        before: The recipe of the map that the convolution reads, where that is not computed; x is then that one's.
     """
 
     x: Tensor
@@ -69,6 +123,27 @@ class Recipe(NamedTuple):
     scale: Tensor | None = None
     shift: Tensor | None = None
     residual: Tensor | None = None
+    ended: Ended | None = None
+    before: Recipe | None = None
+
+    @property
+    def may_expand(self) -> bool:
+        """Whether the convolution has so many more outputs than inputs that a depthwise one is likely to follow."""
+        conv = self.conv
+        return (
+            conv is not None
+            and conv.kernel == "dense"
+            and conv.w.shape[2:] == conv.stride == (1, 1)
+            and conv.w.shape[0] >= 2 * conv.w.shape[1]
+            and self.residual is None
+            and self.ended is None
+        )
+
+    @property
+    def promise(self) -> Promise | None:
+        """Who is told when this is computed."""
+        last = self if self.before is None else self.before
+        return None if last.ended is None else last.ended.promise
 
     def normalise(self, mu: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Recipe | None:
         """Return the recipe of a batch norm of this map, `None` where torch refuses it.
@@ -124,7 +199,39 @@ class Recipe(NamedTuple):
         if self.conv is None:
             out = self.x if last and self.is_unseen() else None
             return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual, out)
-        return self.conv.run(self.x, self.scale, self.shift, act, patch, self.residual)
+        if self.before is not None:
+            return self.run_both(self.before, self.conv, act, patch)
+        if self.ended is None:
+            return self.conv.run(self.x, self.scale, self.shift, act, patch, self.residual)
+        fused = self.conv.run(self.x, self.scale, self.shift, *self.ended[:2], cells=self.ended.cells)
+        self.ended.promise.kept = True
+        return fused
+
+    def run_both(self, before: Recipe, conv: Convolution, act: Act, patch: Pair) -> Fused:
+        """Compute an activation of the map together with the one before it, or after it where there is a residual."""
+        first, ended = before.conv, before.ended
+        assert first is not None
+        assert ended is not None
+        if self.residual is not None:
+            return conv.run(before.run().y, self.scale, self.shift, act, patch, self.residual)
+        middle = Ending(first.b, before.scale, before.shift, ended.act, ended.patch)
+        end = Ending(conv.b, self.scale, self.shift, act, patch)
+        where = conv.stride, conv.padding, conv.dilation, conv.size
+        expanded = native.expand(self.x, first.w, middle, conv.w, *where, end, ended.cells)
+        ended.promise.kept = True
+        return expanded.out
+
+    def follow(
+        self, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
+    ) -> Recipe | None:
+        """Return the recipe of a depthwise convolution of this map, which has ended; `None` where the two do not join."""
+        if padding is None or self.conv is None or w.shape[2:] == (1, 1) or not native.can_expand(self.x, self.conv.w, w):
+            return None
+        found = find_kernel(self.shape, w.shape, stride, padding, dilation, groups)
+        if found is None or found[0] != "depthwise" or not fits(b, w.shape[0], w.dtype):
+            return None
+        conv = Convolution(found[0], copy(w), b if b is None else copy(b), stride, padding, dilation, groups, found[1])
+        return Recipe(self.x, self.sources, (*self.shape[:2], *found[1]), conv, before=self)
 
 
 def start(value: Tensor, source: Tensor, conv: Convolution | None = None) -> Recipe:

@@ -10,7 +10,7 @@ with equal results.
 """
 
 from gradfilter.native.affine import NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
-from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, prefers
+from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, make_cells, prefers
 from gradfilter.native.expand import can_expand, expand
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
@@ -56,6 +56,7 @@ __all__ = [
     "is_on",
     "is_watched",
     "load",
+    "make_cells",
     "max_pool",
     "max_route",
     "norm_act",

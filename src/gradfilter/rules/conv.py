@@ -11,7 +11,7 @@ from torch import Tensor
 from gradfilter import native, patches
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_compute, can_defer
-from gradfilter.keep import Kept
+from gradfilter.keep import FULL, Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
 from gradfilter.recipe import Recipe, find_convolution, start
@@ -200,11 +200,17 @@ def conv2d(
         return NotImplemented
     x, recipe, choices = input, None, find_choices(input, weight)
     stride, dilation = as_pair(stride), as_pair(dilation)
-    value = pixels(x)
     zeros = None if isinstance(padding, str) else as_pair(padding)
-    conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups) if can_compute(x) else None
+    before = x.recipe
+    if before is not None and before.ended is not None and choices.keep == FULL and choices.kernel == "lift" and can_defer(x):
+        recipe = before.follow(weight, bias, stride, zeros, dilation, groups)
+    value = x.value if recipe is not None else pixels(x)
+    conv = None
+    if recipe is None and can_compute(x):
+        conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups)
     if conv is not None and can_defer(x):
         recipe = start(value, x, conv)
+    if recipe is not None:
         y = make_carrier(recipe.shape, value)
     elif conv is not None:
         y = conv.run(value).y
@@ -239,7 +245,12 @@ def finish_conv(
     With a recipe y is not computed yet, and only has its shape.
     """
     kept = None
-    if weight.requires_grad:
+    if weight.requires_grad and recipe is not None and recipe.before is not None:
+        ended = recipe.before.ended  # what it reads waits, and so do the means of that
+        assert ended is not None
+        assert ended.cells.mean is not None
+        kept = Kept((ended.cells.mean,), ended.promise)
+    elif weight.requires_grad:
         with torch.no_grad():
             kept = keep_input(read, pool_input(read, geometry), choices, y.dtype)
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)

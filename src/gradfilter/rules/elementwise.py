@@ -12,14 +12,15 @@ from torch.autograd import Function
 
 from gradfilter import native
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
-from gradfilter.deferred import run_act
-from gradfilter.keep import Kept, hold
+from gradfilter.deferred import run_act, wait, wait_with
+from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.recipe import Recipe
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import PatchTensor, emit_into, finish, hold_map, is_live, is_traced, pixels, rule
+from gradfilter.tensor import PatchTensor, defer, emit_into, finish, hold_map, is_live, is_traced, pixels, rule
 
 
 class Derivative(Function):
@@ -52,16 +53,16 @@ class StepDerivative(Carry):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, count: Tensor, slopes: tuple[float, float], changed: Tensor | None, out: Out
+        ctx: Any, carrier: Tensor, count: Kept, slopes: tuple[float, float], changed: Tensor | None, out: Out
     ) -> tuple[Tensor, Tensor]:
         ctx.size, ctx.slopes = out.layout.size(out.value.shape), slopes
-        ctx.save_for_backward(count)
+        save(ctx, [count])
         return carry(ctx, carrier.shape, out, changed)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        (count,) = ctx.saved_tensors
+        (count,) = load(ctx)
         low, high = ctx.slopes
         if ctx.patch != (1, 1) and is_map(g, ctx.layout) and native.can_scale(g, count):
             gx = native.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch)
@@ -149,17 +150,33 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, slope = find_step(func, args, kwargs)
     if slope < 0 or start > end:
         return NotImplemented
+    act, slopes, fused = make_act(start, end, slope), (slope, 1.0), None
+    if is_map(x, x.spatial):
+        recipe = wait_with(x, act) if x.patch != (1, 1) and x.choices.keep == FULL else None
+        if recipe is not None:
+            return end_later(x, recipe, slopes, inplace)
+        fused = run_act(x, act, inplace)
     with torch.no_grad():
-        fused = run_act(x, make_act(start, end, slope), inplace) if is_map(x, x.spatial) else None
         y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y
         count = None if fused is None else fused.slope
         if count is None:
             count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
     out = Out(y, x.patch, x.choices, PatchTensor, x.spatial)
-    z = emit_into(x if inplace else None, StepDerivative, out, x.carrier, count, (slope, 1.0))
+    z = emit_into(x if inplace else None, StepDerivative, out, x.carrier, hold(count), slopes)
     if fused is not None and fused.mean is not None and isinstance(z, PatchTensor):
         z.means[z.patch] = fused.mean
     return z
+
+
+def end_later(x: PatchTensor, recipe: Recipe, slopes: tuple[float, float], inplace: bool) -> Tensor:
+    """Return a piecewise linear activation of x that waits, too, for the convolution behind it."""
+    assert recipe.ended is not None
+    assert recipe.ended.cells.slope is not None
+    args = x.carrier, Kept((recipe.ended.cells.slope,), recipe.ended.promise), slopes
+    if not inplace:
+        return defer(recipe, StepDerivative, x.patch, x.choices, *args, None)
+    wait(x, recipe)
+    return emit_into(x, StepDerivative, Out(x.value, x.patch, x.choices, PatchTensor, x.spatial), *args)
 
 
 ACTIVATIONS = (
