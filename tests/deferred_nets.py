@@ -41,6 +41,17 @@ class Parts(nn.Module):
         self.last, self.last_norm = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
         self.head = nn.Linear(16, 5)
         self.three, self.three_norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.narrow = nn.Conv2d(16, 8, 1)
+        self.grow, self.grow_norm = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.taps, self.taps_norm = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16)
+
+    def hide(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """Return the map between an expansion and its depthwise convolution, which waits for that."""
+        return F.relu6(self.grow_norm(self.grow(self.narrow(x))), inplace)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return the depthwise convolution of such a map."""
+        return self.taps_norm(self.taps(self.hide(x, inplace=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem_norm(self.stem(x)))

@@ -218,6 +218,47 @@ USES = {
 }
 """Programs of a network `net` and a map x, for trained and for frozen layers."""
 
+WAITS = "net.norm(net.conv(x))"
+EXPANDED = {
+    f"{name}-{way}": program.replace(WAITS, f"net.{way}(x)")
+    for way in ("hide", "expand")
+    for name, program in USES.items()
+    if WAITS in program
+} | {
+    "mobile": "return net.last(F.relu6(net.expand(x))) + x",
+    "mobile_residual": "return F.relu(net.expand(x) + x)",
+    "mobile_no_norm": "return F.relu(net.taps(net.hide(x)))",
+    "mobile_no_act": "return net.expand(net.expand(x))",
+    "hidden_is_seen": "h = net.hide(x); y = F.relu(net.taps_norm(net.taps(h))); net.seen.append(h); return y",
+    "hidden_is_used": "h = net.hide(x); y = F.relu(net.taps_norm(net.taps(h))); return y + h",
+    "hidden_is_changed": "h = net.hide(x); y = net.taps_norm(net.taps(h)); h.mul_(2.0); return F.relu(y) + h",
+    "hidden_is_changed_by_relu": "h = net.hide(x); y = net.taps_norm(net.taps(h)); F.relu_(h); return F.relu(y) + h",
+    "hidden_is_changed_in_part": "h = net.hide(x); y = net.taps_norm(net.taps(h)); h[:, :3] = 0; return F.relu(y) + h",
+    "hidden_data_is_changed": "h = net.hide(x); y = net.taps_norm(net.taps(h)); h.data.mul_(2.0); return F.relu(y)",
+    "read_by_two": "h = net.hide(x); return F.relu(net.taps_norm(net.taps(h))) + F.relu(net.deep_norm(net.deep(h)))",
+    "read_by_others": "h = net.hide(x); return F.relu(net.norm(net.conv(h))) + net.taps(h) + net.wide(h) + F.silu(h)",
+    "source_of_both_changed": "i = F.relu(net.narrow(x)); h = F.relu6(net.grow(i)); y = net.taps(h); i.mul_(3.0); return F.relu(y) + i.mean()",
+    "source_of_hidden_changed": "i = F.relu(net.narrow(x)); h = F.relu6(net.grow(i)); i.mul_(3.0); return F.relu(net.taps(h)) + i.mean()",
+    "weights_of_both_changed": "y = net.expand(x); net.grow.weight.data.mul_(2.0); net.taps.weight.data.mul_(2.0); return F.relu(y)",
+    "stride": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, None, 2, 1, 1, 16))",
+    "pad": "return F.relu(F.conv2d(F.pad(net.hide(x), (0, 1, 0, 1)), net.taps.weight, None, 2, 0, 1, 16))",
+    "same": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, None, 1, 'same', 1, 16))",
+    "dilation": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, net.deep.bias, 1, 2, 2, 16))",
+    "one_tap": "return F.relu(F.conv2d(net.hide(x), net.taps.weight[:, :, :1, :1], None, 2, 0, 1, 16))",
+    "wrong_taps": "return F.relu(F.conv2d(net.hide(x), torch.ones(16, 2, 3, 3), groups=16, padding=1))",
+    "wrong_taps_bias": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, torch.ones(8), groups=16, padding=1))",
+    "taps_double": "return F.relu(F.conv2d(net.hide(x), net.taps.weight.double(), groups=16, padding=1))",
+    "leaky_between": "return F.relu(net.taps(F.leaky_relu(net.grow_norm(net.grow(net.narrow(x))), 0.2)))",
+    "smooth_between": "return F.relu(net.taps(F.silu(net.grow_norm(net.grow(net.narrow(x))))))",
+    "checkpoint_between": "return checkpoint(lambda t: F.relu(net.taps(t)), net.hide(x), use_reentrant=False)",
+    "checkpoint_around": "return checkpoint(lambda t: F.relu(net.expand(t)), x, use_reentrant=False)",
+    "saved_on_disk": "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() * 1, lambda t: t): y = F.relu(net.expand(x))\nreturn y",
+    "never_read": "net.expand(x); net.hide(x); return x",
+    "read_by_its_gradient": "y = net.expand(x); (g,) = torch.autograd.grad(y, net.grow.weight, torch.ones(y.shape), retain_graph=True); net.seen.append(g); return y",
+    "hidden_read_by_its_gradient": "y = net.hide(x); (g,) = torch.autograd.grad(y, net.grow.weight, torch.ones(y.shape), retain_graph=True); net.seen.append(g); return y",
+}
+"""The same with what waits around an expansion: its activation, or the depthwise convolution behind that."""
+
 FROZEN_USES = {
     "trained_twice": "h = F.relu(net.norm(net.conv(x))); h.add_(net.last(h)); return F.relu(net.last_norm(net.last(x)) + h)",
     "trained_gate": "h = F.relu(net.norm(net.conv(x))); h.add_(net.last(h)); return torch.cat([net.last(x) * h, h], 1)[:, 8:24]",

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from hypothesis import HealthCheck, given, settings
 import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, count_saved, draw_images, in_order, make_parts, run_both, run_step
-from deferred_uses import USES, make_use
+from deferred_uses import EXPANDED, USES, make_use
 from gradfilter import native
 from gradfilter.bench.setup import shake_
+from gradfilter.errors import InputError
 from gradfilter.tensor import DeferredTensor
 from random_networks import networks, sizes
 
 pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library is not built")
 
+ALL = USES | EXPANDED
 IMAGES = {"channels_last": ((2, 3, 9, 10), 2, True), "pixels": ((2, 3, 9, 10), 1, True), "contiguous": ((1, 3, 5, 5), 3, False)}
 """Shape, patch and memory format; the last has one image, and maps that are not whole patches."""
 
@@ -36,13 +39,67 @@ def make_plan(patch=2):
 def test_uses(name, images):
     shape, patch, channels_last = IMAGES[images]
     x = draw_images(*shape, channels_last=channels_last)
-    assert_same(*run_both(make_parts(make_use(USES[name])), x, make_plan(patch)))
+    assert_same(*run_both(make_parts(make_use(ALL[name])), x, make_plan(patch)))
 
 
-@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "squeeze_excite", "vgg", "smooth"])
+@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.parametrize("patch", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_uses_of_expansions(name, patch):
+    assert_same(*run_both(make_parts(make_use(EXPANDED[name])), draw_images(2, 3, 9, 10), make_plan(patch)))
+
+
+@pytest.mark.parametrize("choice", [{"kernel": "lumped"}, {"keep": gf.Int8(stochastic=False)}], ids=str)
+def test_other_choices_behind_expansions(choice):
+    plan = gf.Plan.all(gf.Backward(patch=2, **choice), batch_norm="eval")
+    assert_same(*run_both(make_parts(make_use(EXPANDED["mobile"])), draw_images(2, 3, 9, 10), plan))
+
+
+def test_expansions_and_taps_run_as_one(monkeypatch):
+    """Without this, the tests above could pass for want of anything to test."""
+    calls, run = [], native.expand
+    monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
+    model = gf.apply_(make_parts(make_use(EXPANDED["mobile"])), make_plan())
+    run_step(model, draw_images(2, 3, 9, 10))
+    assert len(calls) == 1
+
+
+def test_what_has_a_gradient_is_computed_for_it():
+    """Of a map that nobody has read, not even torch's functions on the way to a gradient."""
+    outputs: list[Any] = []
+    model = gf.apply_(make_parts(lambda net, x: outputs.append(net.expand(x)) or x), make_plan())
+    grads = []
+    for order in (nullcontext, in_order):
+        model.zero_grad()
+        with order():
+            model(draw_images(2, 3, 9, 10))
+            y = outputs.pop()
+            assert (y.recipe is not None) == (order is nullcontext)
+            arguments = (y,), (torch.ones(y.shape),), False, False, ()
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                *arguments, allow_unreachable=True, accumulate_grad=True
+            )
+        grads.append([model.get_parameter(f"{name}.weight").grad for name in ("grow", "grow_norm", "taps", "stem")])
+    for mine, other in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_of_what_is_gone_is_refused():
+    outputs: list[Any] = []
+    model = gf.apply_(make_parts(lambda net, x: outputs.append(net.expand(x)) or x), make_plan())
+    model(draw_images(2, 3, 9, 10))
+    carrier = outputs.pop().carrier
+    gc.collect()
+    with pytest.raises(InputError, match="whose output was never computed"):
+        carrier.backward(torch.ones(carrier.shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["mobile", "resnet_block", "norm_twice", "linear_bottleneck2", "squeeze_excite", "vgg", "smooth"]
+)
 @pytest.mark.parametrize("patch", [1, 2])
 def test_saves_the_same_bytes(name, patch):
-    model = gf.apply_(make_parts(make_use(USES[name])), make_plan(patch))
+    model = gf.apply_(make_parts(make_use(ALL[name])), make_plan(patch))
     x = draw_images(2, 3, 9, 10)
     got = count_saved(model, x)
     with in_order():
@@ -92,16 +149,16 @@ def test_takes_the_place_of_what_nobody_sees(keeper, monkeypatch):
     assert any(places) == (keeper == "nobody")
 
 
-@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
+@pytest.mark.parametrize("name", ["mobile", "resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
 def test_bfloat16(name):
-    model = make_parts(make_use(USES[name]))
+    model = make_parts(make_use(ALL[name]))
     x = draw_images(2, 3, 9, 10)
     assert_same(*run_both(model.bfloat16(), x.bfloat16(), make_plan(), lambda y: y.float().square().mean()), rtol=5e-2)
 
 
-@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
+@pytest.mark.parametrize("name", ["mobile", "resnet_block", "norm_twice", "linear_bottleneck2", "triple_sum", "slice_inplace"])
 def test_autocast(name):
-    model = make_parts(make_use(USES[name]))
+    model = make_parts(make_use(ALL[name]))
     with torch.autocast("cpu", torch.bfloat16):
         outcomes = run_both(model, draw_images(2, 3, 9, 10), make_plan(), lambda y: y.float().square().mean())
     assert_same(*outcomes, rtol=2e-2)
@@ -212,11 +269,11 @@ def test_threads():
         torch.testing.assert_close(model.wide.weight.grad, want)
 
 
-@pytest.mark.parametrize("name", ["resnet_block", "norm_twice", "iadd_used", "chunk_inplace", "checkpoint", "hook_tensor2"])
+@pytest.mark.parametrize("name", "mobile resnet_block norm_twice iadd_used chunk_inplace checkpoint hook_tensor2".split())
 def test_nothing_stays_behind(name):
     """All maps are gone after a step, without the garbage collector's help."""
     seen: list[weakref.ref] = []
-    model: Any = gf.apply_(make_parts(make_use(USES[name])), make_plan())
+    model: Any = gf.apply_(make_parts(make_use(ALL[name])), make_plan())
     for layer in (model.conv, model.norm, model.wide_norm, model.last_norm):
         layer.register_forward_hook(lambda _, args, out: seen.append(weakref.ref(out)))
     run_step(model, draw_images(2, 3, 9, 10))  # imports and caches

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, draw_images, in_order, make_parts, run_both, run_step
-from deferred_uses import FROZEN_USES, USES, make_use
+from deferred_uses import EXPANDED, FROZEN_USES, USES, make_use
 from gradfilter import native
 from gradfilter.bench.setup import shake_
 from gradfilter.frozen import FrozenTensor
@@ -29,6 +29,19 @@ ALL_USES = {**USES, **FROZEN_USES}
 def test_uses(name, channels_last):
     x = draw_images(2, 3, 9, 10, channels_last=channels_last)
     assert_same(*run_both(make_parts(make_use(ALL_USES[name])), x, PLAN))
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.filterwarnings("ignore")
+def test_uses_of_expansions(name):
+    assert_same(*run_both(make_parts(make_use(EXPANDED[name])), draw_images(2, 3, 9, 10), PLAN))
+
+
+def test_expansions_and_taps_run_as_one(monkeypatch):
+    calls, run = [], native.expand
+    monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
+    run_step(gf.apply_(make_parts(make_use(EXPANDED["mobile"])), PLAN), draw_images(2, 3, 9, 10))
+    assert len(calls) == 1
 
 
 def test_something_waits():
