@@ -3,6 +3,7 @@
 import logging
 import re
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from gradfilter.errors import GradFilterError, MissingExtraError, ModelNameError
 from gradfilter.models import find_info, find_models, list_models, make_model, sources
 from gradfilter.models.network import find_torchvision_weights, make_torchvision_entry
 from gradfilter.models.registry import find_packages
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 if find_spec("timm") is None:
     pytest.skip("timm is not installed", allow_module_level=True)
@@ -309,6 +311,25 @@ def test_timm_weights_from_the_cache(tmp_path):
     assert not differing(make_model("test_resnet", weights="pretrained"), published)
     model = make_model("timm/test_resnet.r160_in1k", weights="pretrained", classes=4)
     assert differing(model, published) == ["fc.weight", "fc.bias"]
+
+
+def test_weights_of_an_encoder_from_the_cache(tmp_path):
+    declare_torchvision_ops()
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    published = smp.encoders.get_encoder("resnet18", weights=None)
+    place = smp.encoders.encoders["resnet18"]["pretrained_settings"]["imagenet"]
+    folder = tmp_path / "hf" / f"models--{place['repo_id'].replace('/', '--')}" / "snapshots" / place["revision"]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    save(folder / "model.safetensors", published)
+    model = make_model("fpn", encoder="resnet18", weights="pretrained", classes=3)
+    assert not differing(model.get_submodule("encoder"), published)
+
+
+def test_the_hub_is_asked_in_a_fresh_process():
+    """The hub's package imports its parts only when they are asked for, and nothing here may have asked for this one."""
+    program = "from gradfilter.models.sources import give_up_early\nwith give_up_early():\n    pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def make_segmenter_entry(name: str, decoder: str, encoder: str, classifier: Entr
         build,
         pair_plainly,
         classifier.package if classifier else None,
-        download=lambda: _make_encoder(name, encoder, weights="imagenet"),
+        download=lambda: _make_encoder(name, encoder, weights=True if encoder.startswith("tu-") else "imagenet"),
         complete=lambda tensors: _complete(tensors, build, classifier),
     )
 
