@@ -92,7 +92,7 @@ def test_classes_by_value(tmp_path):
     assert np.asarray(data.train.read_mask(0))[0].tolist() == [0] * 4 + [1] * 4 + [IGNORE] * 4
 
 
-@pytest.mark.parametrize("text", ["1 a\n1 b\n", "0 a\n256 b\n", "a\n", "a\nvoid\n", ""])
+@pytest.mark.parametrize("text", ["1 a\n1 b\n", "0 a\n256 b\n", "a\n", "a\nvoid\n", "", "a\nb\na\n"])
 def test_classes_that_cannot_be(tmp_path, text):
     make_parts(tmp_path, train=1, val=1)
     (tmp_path / "classes.txt").write_text(text)
@@ -193,6 +193,23 @@ def test_values_with_gaps_need_names(tmp_path):
     text = refuse(tmp_path)
     assert "0 and 128" in text
     assert str(tmp_path / "classes.txt") in text
+
+
+def test_the_mask_with_a_value_behind_a_gap_is_named(tmp_path):
+    make_parts(tmp_path, train=3, val=1)
+    write_mask(tmp_path / "train" / "masks" / "001.png", [0, 9])
+    text = refuse(tmp_path)
+    assert f"0 to 2 and 9 (besides 255, which is ignored) (9 in {tmp_path / 'train' / 'masks' / '001.png'})" in text
+    assert "000" not in text
+
+
+@pytest.mark.parametrize(("part", "what"), [("train", "2 images to train on"), ("val", "1 images held out")])
+def test_masks_in_which_nothing_counts(tmp_path, part, what):
+    make_parts(tmp_path, train=2, val=1)
+    (tmp_path / "classes.txt").write_text("road\ntree\nsky\n")
+    for mask in (tmp_path / part / "masks").iterdir():
+        write_mask(mask, [IGNORE])
+    assert f"{what}, {tmp_path.name}/{part}, no pixel is of a class" in refuse(tmp_path)
 
 
 @pytest.mark.parametrize(
