@@ -27,6 +27,7 @@ from gradfilter.report.loading import make_loading_code
 from gradfilter.report.page import make_page
 from gradfilter.report.picture import make_picture
 from gradfilter.report.samples import choose_samples, to_thumbnail
+from gradfilter.report.scenes import draw_scenes
 from gradfilter.report.style import LIGHT, drawing, make_figure
 from gradfilter.report.svg import to_svg
 from gradfilter.scores import find_ious
@@ -447,6 +448,15 @@ def test_pictures_show_labels_and_what_is_wrong():
     ]
     grey = [178, 178, 178]
     assert np.asarray(paint_differences(image, truth, said, 255)).tolist() == [[grey, list(WRONG)], [list(IGNORED), grey]]
+
+
+def test_the_picture_shows_what_is_wrong_too():
+    figure = make_figure(12, 2)
+    part = figure.subfigures()
+    draw_scenes(part, STREET, make_scenes(STREET))
+    titles = [axes.get_title(loc="left") for axes in part.axes]
+    assert titles[:4] == ["worst, 0 %", "truth", "predicted", "wrong"]
+    assert len(titles) == 12
 
 
 def test_colours_of_classes_differ_and_stay():

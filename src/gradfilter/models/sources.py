@@ -1,4 +1,4 @@
-"""Where weights come from: local files, installed packages, and the hubs of torchvision, timm and segmentation-models-pytorch."""
+"""Where weights come from: local files, installed packages, and the hubs of other packages."""
 
 import logging
 import os
@@ -103,7 +103,7 @@ def list_offline() -> str:
 
 @contextmanager
 def give_up_early() -> Iterator[None]:
-    """Let the Hugging Face hub, which timm's weights and those of encoders come from, serve its cache alone where it cannot be reached.
+    """Let the Hugging Face hub, where timm's weights and those of encoders are, serve its cache alone if it cannot be reached.
 
     By itself it would try again and again, for most of a minute.
     """
