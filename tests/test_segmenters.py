@@ -30,6 +30,12 @@ def test_names_and_their_spellings(name):
     assert type(make_model(name, classes=2)).__name__ == "DeepLabV3Plus"
 
 
+@pytest.mark.parametrize("encoder", ["efficientnet_lite0", "EfficientNet-Lite0"])
+def test_our_encoders_and_their_spellings(encoder):
+    keys = make_model("unet", encoder="tu-tf_efficientnet_lite0", classes=2).state_dict().keys()
+    assert make_model("unet", encoder=encoder, classes=2).state_dict().keys() == keys
+
+
 def test_the_same_seed_gives_the_same_weights_and_the_global_state_does_not_matter():
     before = torch.get_rng_state()
     first, again = (make_model("unet", classes=3).state_dict() for _ in range(2))

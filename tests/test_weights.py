@@ -384,12 +384,17 @@ def test_mobilenet_features_of_a_package(features):
 
 
 def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
-    """Run docs/models.md as it stands, in a folder with the two files that it loads."""
+    """Run docs/models.md as it stands, in a folder with the files that it loads."""
+    declare_torchvision_ops()
     monkeypatch.chdir(tmp_path)
-    for name in ("efficientnet-lite0", "mobilenet_v2"):
-        folder = tmp_path / "runs" / f"pets-{name}-all"
+    runs = {f"pets-{name}-all": make_model(name, classes=37) for name in ("efficientnet-lite0", "mobilenet_v2")}
+    runs["camvid-unet-efficientnet-lite0-decoder"] = last = make_model(
+        "unet/efficientnet-lite0", classes=11, generator=seeded(1)
+    )
+    for name, trained in runs.items():
+        folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        trained = save(folder / "best.safetensors", make_model(name, classes=37, generator=seeded(1)))
+        save(folder / "best.safetensors", trained)
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
     _, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "gradfilter.models" not in second
@@ -397,7 +402,7 @@ def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
     exec(second, names)
     model = names["model"]
     assert isinstance(model, nn.Module)
-    assert not differing(model, make_model("mobilenet_v2", weights=trained))
+    assert not differing(model, last)
 
 
 @pytest.mark.usefixtures("features")

@@ -50,6 +50,18 @@ def find_decoder(name: str) -> str | None:
     return DECODERS.get(name.replace("-", "").replace("_", "").lower())
 
 
+def find_encoder(name: str) -> str:
+    """Return what segmentation-models-pytorch calls an encoder."""
+    return ALIASES.get(name.replace("_", "-").lower(), name)
+
+
+def find_plain(name: str) -> tuple[str, str] | None:
+    """Return class and encoder of the network of segmentation-models-pytorch that a name stands for; None for all others."""
+    decoder, encoder, auxiliary = split_name(name)
+    kind = find_decoder(decoder)
+    return None if kind is None or kind in ("FCN", *PAPERS) or auxiliary else (kind, find_encoder(encoder))
+
+
 class Segmenter(nn.Module):
     """Label pixels: an encoder, a decoder and a classifier, whose scores are enlarged to the image's size.
 
@@ -105,7 +117,7 @@ def make_segmenter_entry(name: str, decoder: str, encoder: str, classifier: Entr
         classifier: The classifier that has this encoder, where one is known: its weights are the encoder's.
         auxiliary: Whether it has an auxiliary head.
     """
-    encoder = ALIASES.get(encoder, encoder)
+    encoder = find_encoder(encoder)
     known = classifier.info if classifier else None
     info = ModelInfo(
         name,
