@@ -5,10 +5,11 @@ import sys
 import pytest
 import torch
 
+from gradfilter.cli import main
 from gradfilter.errors import GradFilterError, MissingExtraError, ModelNameError, WeightsError
-from gradfilter.models import find_info, make_model
+from gradfilter.models import find_info, list_models, make_model
 from gradfilter.models.efficientnet_lite import _PACKAGE as LITE
-from gradfilter.models.segmenters import DECODERS
+from gradfilter.models.segmenters import DECODERS, SEGMENTERS, find_decoder
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
@@ -34,6 +35,15 @@ def test_names_and_their_spellings(name):
 def test_our_encoders_and_their_spellings(encoder):
     keys = make_model("unet", encoder="tu-tf_efficientnet_lite0", classes=2).state_dict().keys()
     assert make_model("unet", encoder=encoder, classes=2).state_dict().keys() == keys
+
+
+def test_they_are_listed(capsys):
+    rows = {row.name: row for row in list_models("*deeplab*")}
+    assert list(rows)[:3] == ["deeplabv3", "deeplabv3plus", "paper-deeplabv3"]
+    assert rows["deeplabv3"].parameters == sum(p.numel() for p in make_model("deeplabv3").parameters())
+    assert {find_decoder(name) for name in SEGMENTERS} == set(DECODERS.values())
+    assert main(["models"]) == 0
+    assert "For --task segment: fcn, deeplabv3, " in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_the_same_weights_and_the_global_state_does_not_matter():

@@ -300,6 +300,13 @@ def test_torchvision_weights_from_the_cache(tmp_path, caplog):
     assert differing(model, published) == ["classifier.1.weight", "classifier.1.bias"]
 
 
+def test_old_names_of_timm_stand_for_the_new_ones():
+    pytest.importorskip("timm")
+    info = find_info("xception")
+    assert (info.name, info.mean) == ("xception", find_info("legacy_xception").mean)
+    assert find_info("unet", "xception").mean == info.mean  # the encoder of segmentation-models-pytorch has that name too
+
+
 def test_timm_weights_from_the_cache(tmp_path):
     published = make_model("timm/test_resnet", generator=seeded(1))
     commit = "0" * 40

@@ -10,7 +10,7 @@ from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet, torchvisi
 from gradfilter.models.listing import ModelRow, list_models
 from gradfilter.models.network import find_entry
 from gradfilter.models.registry import ModelInfo, find_models
-from gradfilter.models.segmenters import DECODERS, find_decoder
+from gradfilter.models.segmenters import SEGMENTERS, find_decoder
 from gradfilter.models.sources import find_weights
 from gradfilter.models.weights import build_with_weights, random_weights_from
 
@@ -65,7 +65,7 @@ def join_encoder(name: str, encoder: str | None) -> str:
     if not find_decoder(name):
         raise ModelNameError(
             f"encoder={encoder!r} was given with model {name!r}, which has none of its own. Leave it out, or take one of: "
-            f"{', '.join(DECODERS)}."
+            f"{', '.join(SEGMENTERS)}."
         )
     return f"{name}/{encoder}"
 

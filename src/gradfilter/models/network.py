@@ -74,7 +74,7 @@ def find_package(name: str) -> tuple[str, str]:
         if prefix == package or (not prefix and find_spec(package)):
             import_extra(package, f"Model {name!r}")
             if is_listed(bare, package):
-                return package, bare
+                return package, find_present_name(bare) if package == "timm" else bare
     if not prefix and not any(find_spec(package) for package in PACKAGES):
         import_extra(PACKAGES[0], f"Model {name!r}, which is none of ours ({', '.join(find_models())}),")
     raise ModelNameError(explain_unknown(name))
@@ -86,6 +86,12 @@ def is_listed(bare: str, package: str) -> bool:
         timm = import_extra(package, f"Model {bare!r}")
         return timm.is_model_pretrained(bare) if "." in bare else timm.is_model(bare)
     return bare in list_names(package)
+
+
+def find_present_name(bare: str) -> str:
+    """Return what timm calls a model by now: it takes old names too, such as "xception", but describes the new ones alone."""
+    old = getattr(import_extra("timm.models._registry", f"Model {bare!r}"), "_deprecated_models", {})
+    return old.get(bare) or bare
 
 
 def list_names(package: str) -> list[str]:

@@ -30,6 +30,11 @@ DECODERS = {
 
 "paper-pspnet" and so on are the gradient-filtering paper's own.
 """
+SEGMENTERS = (
+    *("fcn", "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet"),
+    *(f"paper-{name.removeprefix('Paper').lower()}" for name in PAPERS),
+)
+"""The names as they are listed, each once."""
 DEFAULT_ENCODER = "resnet18"
 CLASSES = 21  # of Pascal VOC: as many as a model has by itself
 RESOLUTION = 512  # of the papers
