@@ -86,7 +86,7 @@ def test_a_step_through_a_decoder_and_its_loss_traces():
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-ARCHITECTURES = "deeplabv3 deeplabv3plus pspnet upernet fpn unet linknet segformer".split()
+ARCHITECTURES = "deeplabv3 deeplabv3plus pspnet upernet fpn unet unetplusplus linknet segformer".split()
 
 
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2"])

@@ -30,7 +30,7 @@ def make_model(
     Args:
         name: One of `find_models`, where dashes and underscores do not count; a name of `torchvision.models.list_models()`
             or `timm.list_models()`, bare (ours come first, then torchvision's) or behind "torchvision/" or "timm/";
-            "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet" or "fcn", which label pixels, alone or with an
+            "deeplabv3", "unet" or another of those that label pixels (`gradfilter models` names them), alone or with an
             encoder, "unet/mobilenet_v2"; or "module:function" for a function of the user's own that takes no arguments and
             returns a model. The module is looked up in the current directory too, as `python -m` does.
         weights: None for random weights; the path of a local file, .safetensors or what `torch.save` writes; "pretrained"

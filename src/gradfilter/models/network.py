@@ -21,7 +21,7 @@ from gradfilter.models.registry import (
     find_registered,
     pair_plainly,
 )
-from gradfilter.models.segmenters import find_decoder, make_segmenter_entry, split_name
+from gradfilter.models.segmenters import SEGMENTERS, find_decoder, make_segmenter_entry, split_name
 
 PACKAGES = ("torchvision", "timm")
 """Where a bare name is looked up after ours, in this order: a name that both have is torchvision's."""
@@ -166,8 +166,12 @@ def explain_unknown(name: str) -> str:
     near = difflib.get_close_matches(bare, [full.rpartition("/")[2] for full in known], n=4, cutoff=0.6)
     full = [full for wanted in dict.fromkeys(near) for full in known if full.rpartition("/")[2] == wanted]
     hint = f"Did you mean {', '.join(map(repr, full[:-1]))}{' or ' * (len(full) > 1)}{full[-1]!r}? " if full else ""
+    near = difflib.get_close_matches(name.partition("/")[0].lower(), SEGMENTERS, n=2, cutoff=0.7)
+    if near:
+        hint = f"Did you mean {' or '.join(map(repr, near))}, which label pixels? "
     missing = "".join(f" (not installed here: {package})" for package in PACKAGES if package not in installed)
     return (
-        f"No model is named {name!r}. {hint}Ours are {', '.join(find_models())}; the others are those of torchvision and of "
-        f"timm{missing}. For a model of your own, give 'module:function'."
+        f"No model is named {name!r}. {hint}Ours are {', '.join(find_models())}; those that label pixels, with any encoder, "
+        f"{', '.join(SEGMENTERS)}; the others are those of torchvision and of timm{missing}. For a model of your own, give "
+        "'module:function'."
     )

@@ -24,6 +24,10 @@ DECODERS = {
     "upernet": "UPerNet",
     "fpn": "FPN",
     "unet": "Unet",
+    "unetplusplus": "UnetPlusPlus",
+    "unet++": "UnetPlusPlus",
+    "linknet": "Linknet",
+    "segformer": "Segformer",
     **{name.lower(): name for name in PAPERS},
 }
 """Our names, without dashes and underscores, and what segmentation-models-pytorch calls them; FCN is made here.
@@ -31,7 +35,7 @@ DECODERS = {
 "paper-pspnet" and so on are the gradient-filtering paper's own.
 """
 SEGMENTERS = (
-    *("fcn", "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet"),
+    *("fcn", "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet", "unetplusplus", "linknet", "segformer"),
     *(f"paper-{name.removeprefix('Paper').lower()}" for name in PAPERS),
 )
 """The names as they are listed, each once."""
