@@ -74,6 +74,29 @@ def test_nested_files_are_paired_and_hidden_ones_left_alone(tmp_path):
     assert labels(data.train, 1) == [2]
 
 
+def test_linked_folders_are_followed(tmp_path):
+    folder = make_parts(tmp_path / "data", train=1, val=1)
+    make_pairs(tmp_path / "elsewhere", 2, start=1)
+    for kind in ("images", "masks"):
+        (folder / "train" / kind / "town").symlink_to(tmp_path / "elsewhere" / kind)
+    assert load_masks(str(folder)).train.names == tuple(f"train/images/{name}.jpg" for name in ("000", "town/001", "town/002"))
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    make_parts(tmp_path, train=1, val=1)
+    for kind in ("images", "masks"):  # of both kinds alike: no file misses its partner
+        (tmp_path / "train" / kind / "town").mkdir()
+    scan = os.scandir
+
+    def refuse_town(path):
+        if Path(path).name == "town":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_town)
+    assert f"{tmp_path / 'train' / 'images' / 'town'} cannot be listed: Permission denied" in refuse(tmp_path)
+
+
 def test_classes_by_order(tmp_path):
     make_parts(tmp_path, train=1, val=1)
     (tmp_path / "classes.txt").write_text("road\nvoid\ntree\n")

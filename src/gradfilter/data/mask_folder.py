@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from gradfilter.data.check import check_file, count_threads, listed, make_stamp
+from gradfilter.data.folder import walk_files
 from gradfilter.data.images import Data, FileReader
 from gradfilter.data.masks import IGNORE, VALUES, Coding, MaskReader, MaskSet, join_values, read_values
 from gradfilter.data.split import split_labels
@@ -174,8 +175,10 @@ def _find_part_folders(folder: Path) -> dict[str, Path]:
 
 def _find_files(folder: Path, end: str) -> dict[str, Path]:
     """List the files below a folder, by path without its extension and without the end before that."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder, but its partner is there. Add it.")
     files: dict[str, Path] = {}
-    for path in _walk(folder):
+    for path in map(Path, walk_files(folder)):
         stem = path.relative_to(folder).with_suffix("").as_posix()
         if not stem.endswith(end):
             continue
@@ -184,14 +187,6 @@ def _find_files(folder: Path, end: str) -> dict[str, Path]:
             raise DataError(f"{files[stem]} and {path} have the same name. Images and masks are paired by name: remove one.")
         files[stem] = path
     return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder, but its partner is there. Add it.")
-    for above, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(above) / name for name in sorted(files) if not name.startswith("."))
 
 
 def _check_pairs(folder: Path, pairs: Pairs) -> list[_Checked]:
