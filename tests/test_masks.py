@@ -74,6 +74,29 @@ def test_nested_files_are_paired_and_hidden_ones_left_alone(tmp_path):
     assert labels(data.train, 1) == [2]
 
 
+def test_linked_folders_are_followed(tmp_path):
+    folder = make_parts(tmp_path / "data", train=1, val=1)
+    make_pairs(tmp_path / "elsewhere", 2, start=1)
+    for kind in ("images", "masks"):
+        (folder / "train" / kind / "town").symlink_to(tmp_path / "elsewhere" / kind)
+    assert load_masks(str(folder)).train.names == tuple(f"train/images/{name}.jpg" for name in ("000", "town/001", "town/002"))
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    make_parts(tmp_path, train=1, val=1)
+    for kind in ("images", "masks"):  # of both kinds alike: no file misses its partner
+        (tmp_path / "train" / kind / "town").mkdir()
+    scan = os.scandir
+
+    def refuse_town(path):
+        if Path(path).name == "town":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_town)
+    assert f"{tmp_path / 'train' / 'images' / 'town'} cannot be listed: Permission denied" in refuse(tmp_path)
+
+
 def test_classes_by_order(tmp_path):
     make_parts(tmp_path, train=1, val=1)
     (tmp_path / "classes.txt").write_text("road\nvoid\ntree\n")
@@ -92,7 +115,7 @@ def test_classes_by_value(tmp_path):
     assert np.asarray(data.train.read_mask(0))[0].tolist() == [0] * 4 + [1] * 4 + [IGNORE] * 4
 
 
-@pytest.mark.parametrize("text", ["1 a\n1 b\n", "0 a\n256 b\n", "a\n", "a\nvoid\n", ""])
+@pytest.mark.parametrize("text", ["1 a\n1 b\n", "0 a\n256 b\n", "a\n", "a\nvoid\n", "", "a\nb\na\n"])
 def test_classes_that_cannot_be(tmp_path, text):
     make_parts(tmp_path, train=1, val=1)
     (tmp_path / "classes.txt").write_text(text)
@@ -193,6 +216,23 @@ def test_values_with_gaps_need_names(tmp_path):
     text = refuse(tmp_path)
     assert "0 and 128" in text
     assert str(tmp_path / "classes.txt") in text
+
+
+def test_the_mask_with_a_value_behind_a_gap_is_named(tmp_path):
+    make_parts(tmp_path, train=3, val=1)
+    write_mask(tmp_path / "train" / "masks" / "001.png", [0, 9])
+    text = refuse(tmp_path)
+    assert f"0 to 2 and 9 (besides 255, which is ignored) (9 in {tmp_path / 'train' / 'masks' / '001.png'})" in text
+    assert "000" not in text
+
+
+@pytest.mark.parametrize(("part", "what"), [("train", "2 images to train on"), ("val", "1 images held out")])
+def test_masks_in_which_nothing_counts(tmp_path, part, what):
+    make_parts(tmp_path, train=2, val=1)
+    (tmp_path / "classes.txt").write_text("road\ntree\nsky\n")
+    for mask in (tmp_path / part / "masks").iterdir():
+        write_mask(mask, [IGNORE])
+    assert f"{what}, {tmp_path.name}/{part}, no pixel is of a class" in refuse(tmp_path)
 
 
 @pytest.mark.parametrize(

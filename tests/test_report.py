@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from gradfilter.report.loading import make_loading_code
 from gradfilter.report.page import make_page
 from gradfilter.report.picture import make_picture
 from gradfilter.report.samples import choose_samples, to_thumbnail
+from gradfilter.report.scenes import draw_scenes
 from gradfilter.report.style import LIGHT, drawing, make_figure
 from gradfilter.report.svg import to_svg
 from gradfilter.scores import find_ious
@@ -351,9 +353,9 @@ assert "matplotlib.pyplot" not in sys.modules
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("model", ["resnet18", "efficientnet-lite0", "timm/regnetx_002"])
+@pytest.mark.parametrize("model", ["resnet18", "efficientnet-lite0", "timm/regnetx_002", "fpn", "unet/efficientnet_lite0"])
 def test_the_code_on_the_page_loads_the_weights(model, tmp_path, monkeypatch):
-    for package in ("torchvision", "timm"):
+    for package in ("torchvision", "timm", "segmentation_models_pytorch"):
         import_extra(package, "This test")
     from safetensors.torch import save_file
 
@@ -368,9 +370,19 @@ def test_the_code_on_the_page_loads_the_weights(model, tmp_path, monkeypatch):
     assert torch.equal(names["model"](x), trained(x))
 
 
+@pytest.mark.parametrize(
+    ("evaluate", "seen"), [("whole", "their long side 64 pixels"), ("window", "windows of 64 x 64 pixels")]
+)
+def test_the_code_tells_how_images_with_masks_are_seen(evaluate, seen):
+    settings = {"task": "segment", "evaluate": evaluate, "resolution": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
+    assert f"# Images: RGB, {seen}, scaled to [0, 1]" in make_loading_code(replace(STREET, settings=settings))
+
+
 def test_code_for_other_models():
     assert "from nets.mine import make" in make_loading_code(replace(RESULTS, model="nets.mine:make"))
     assert "mcunet-in3 with 10 outputs" in make_loading_code(RESULTS)
+    assert "paper-fcn/resnet18 with 10 outputs" in make_loading_code(replace(RESULTS, model="paper-fcn/resnet18"))
+    assert "model = ..." in make_loading_code(replace(RESULTS, model="unet/resnet18/auxiliary"))  # has a head more
     injected = make_loading_code(replace(RESULTS, model="x:y\nimport os", weights_file="it's.safetensors"))
     compile(injected, "code", "exec")
     assert "\nimport os" not in injected
@@ -447,6 +459,14 @@ def test_pictures_show_labels_and_what_is_wrong():
     ]
     grey = [178, 178, 178]
     assert np.asarray(paint_differences(image, truth, said, 255)).tolist() == [[grey, list(WRONG)], [list(IGNORED), grey]]
+
+
+def test_the_picture_shows_what_is_wrong_too():
+    part: Any = make_figure(12, 2).subfigures()
+    draw_scenes(part, STREET, make_scenes(STREET))
+    titles = [axes.get_title(loc="left") for axes in part.axes]
+    assert titles[:4] == ["worst, 0\N{NO-BREAK SPACE}%", "truth", "predicted", "wrong"]
+    assert len(titles) == 12
 
 
 def test_colours_of_classes_differ_and_stay():

@@ -13,7 +13,8 @@ from PIL import Image
 from gradfilter.bench import accuracy
 from gradfilter.bench.__main__ import main as bench
 from gradfilter.data import load_masks
-from gradfilter.errors import SettingsError
+from gradfilter.errors import PlanError, SettingsError
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
 from gradfilter.plan import Backward, Plan
 from gradfilter.report.outcomes import find_outcomes, make_table
 from gradfilter.report.pareto import make_paired_pareto, make_pareto
@@ -131,6 +132,22 @@ def test_a_comparison_tells_miou_and_macc(scenes, tmp_path):
     assert "of all pixels of 6 held-out images together" in text
     assert "Wilson" not in text
     assert (out / "compare.png").read_bytes().startswith(PNG)
+
+
+def test_plans_are_tried_on_the_network_with_its_encoder(scenes, tmp_path, monkeypatch):
+    declare_torchvision_ops()
+    pytest.importorskip("segmentation_models_pytorch")
+    tried = []
+
+    def make(settings, *rest):
+        tried.append(settings.model)
+        raise PlanError("no such layer.")
+
+    monkeypatch.setattr("gradfilter.train.compare.make_trained_model", make)
+    settings = make_settings(scenes, tmp_path / "out", model="fpn", encoder="mobilenet_v2", auxiliary=0.4)
+    with pytest.raises(SettingsError, match="--try 'exact': no such layer"):
+        compare(settings, ["exact", "patch=2"])
+    assert tried == ["fpn/mobilenet_v2/auxiliary"]
 
 
 def test_the_usual_plans_leave_the_gradient_of_the_head_as_it_is(scenes, tmp_path):

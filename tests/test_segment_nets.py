@@ -86,7 +86,7 @@ def test_a_step_through_a_decoder_and_its_loss_traces():
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-ARCHITECTURES = "deeplabv3 deeplabv3plus pspnet upernet fpn unet linknet segformer".split()
+ARCHITECTURES = "deeplabv3 deeplabv3plus pspnet upernet fpn unet unetplusplus linknet segformer".split()
 
 
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2"])
@@ -99,6 +99,25 @@ def test_a_published_decoder_is_exact_at_patch_one_and_has_no_exit(name, encoder
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = shake_(smp.create_model(name, encoder, encoder_weights=None, classes=CLASSES)).double()
+    assert_exact_without_exit(model)
+
+
+@pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["fcn", "paper-fcn", "paper-pspnet", "paper-deeplabv3", "paper-upernet"])
+def test_a_network_of_ours_is_exact_at_patch_one_and_has_no_exit(name, encoder):
+    declare_torchvision_ops()
+    pytest.importorskip("segmentation_models_pytorch")
+    from gradfilter.bench.setup import shake_
+    from gradfilter.models import make_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = shake_(make_model(name, encoder=encoder, classes=CLASSES)).double()
+    assert_exact_without_exit(model)
+
+
+def assert_exact_without_exit(model: nn.Module) -> None:
+    """Compare the gradients of all parameters at patch 1 with torch's own; at patch 4 the region reaches the loss."""
     images, labels = make_batch(size=(64, 64))
 
     def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -5,16 +5,17 @@ import sys
 import pytest
 import torch
 
+from gradfilter.cli import main
 from gradfilter.errors import GradFilterError, MissingExtraError, ModelNameError, WeightsError
-from gradfilter.models import find_info, make_model
+from gradfilter.models import find_info, list_models, make_model
 from gradfilter.models.efficientnet_lite import _PACKAGE as LITE
-from gradfilter.models.segmenters import DECODERS
+from gradfilter.models.segmenters import DECODERS, SEGMENTERS, find_decoder
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 declare_torchvision_ops()
 smp = pytest.importorskip("segmentation_models_pytorch")
 
-NAMES = sorted(set(DECODERS) - {"deeplabv3+"})
+NAMES = sorted(set(DECODERS) - {"deeplabv3+", "unet++"})
 
 
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v2", "efficientnet-lite0"])
@@ -28,6 +29,21 @@ def test_every_pixel_gets_a_score_for_each_class(name, encoder):
 @pytest.mark.parametrize("name", ["DeepLabV3+", "deeplab_v3-plus", "deeplabv3plus/resnet18"])
 def test_names_and_their_spellings(name):
     assert type(make_model(name, classes=2)).__name__ == "DeepLabV3Plus"
+
+
+@pytest.mark.parametrize("encoder", ["efficientnet_lite0", "EfficientNet-Lite0"])
+def test_our_encoders_and_their_spellings(encoder):
+    keys = make_model("unet", encoder="tu-tf_efficientnet_lite0", classes=2).state_dict().keys()
+    assert make_model("unet", encoder=encoder, classes=2).state_dict().keys() == keys
+
+
+def test_they_are_listed(capsys):
+    rows = {row.name: row for row in list_models("*deeplab*")}
+    assert list(rows)[:3] == ["deeplabv3", "deeplabv3plus", "paper-deeplabv3"]
+    assert rows["deeplabv3"].parameters == sum(p.numel() for p in make_model("deeplabv3").parameters())
+    assert {find_decoder(name) for name in SEGMENTERS} == set(DECODERS.values())
+    assert main(["models"]) == 0
+    assert "For --task segment: fcn, deeplabv3, " in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_the_same_weights_and_the_global_state_does_not_matter():
@@ -110,6 +126,8 @@ def test_encoders_that_are_not_known():
         make_model("unet", encoder="tu-nothing")
     with pytest.raises(GradFilterError, match="Model 'deeplabv3/densenet121' cannot be built: DenseNet"):
         make_model("deeplabv3", encoder="densenet121")
+    with pytest.raises(ModelNameError, match=r"Did you mean 'deeplabv3'.*, which label pixels"):
+        make_model("deeplabv4/resnet18")
     with pytest.raises(ModelNameError, match="which has none of its own"):
         make_model("resnet18", encoder="resnet18")
 

@@ -3,6 +3,7 @@
 import logging
 import re
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from gradfilter.errors import GradFilterError, MissingExtraError, ModelNameError
 from gradfilter.models import find_info, find_models, list_models, make_model, sources
 from gradfilter.models.network import find_torchvision_weights, make_torchvision_entry
 from gradfilter.models.registry import find_packages
+from gradfilter.models.torchvision_ops import declare_torchvision_ops
 
 if find_spec("timm") is None:
     pytest.skip("timm is not installed", allow_module_level=True)
@@ -298,6 +300,13 @@ def test_torchvision_weights_from_the_cache(tmp_path, caplog):
     assert differing(model, published) == ["classifier.1.weight", "classifier.1.bias"]
 
 
+def test_old_names_of_timm_stand_for_the_new_ones():
+    pytest.importorskip("timm")
+    info = find_info("xception")
+    assert (info.name, info.mean) == ("xception", find_info("legacy_xception").mean)
+    assert find_info("unet", "xception").mean == info.mean  # the encoder of segmentation-models-pytorch has that name too
+
+
 def test_timm_weights_from_the_cache(tmp_path):
     published = make_model("timm/test_resnet", generator=seeded(1))
     commit = "0" * 40
@@ -309,6 +318,25 @@ def test_timm_weights_from_the_cache(tmp_path):
     assert not differing(make_model("test_resnet", weights="pretrained"), published)
     model = make_model("timm/test_resnet.r160_in1k", weights="pretrained", classes=4)
     assert differing(model, published) == ["fc.weight", "fc.bias"]
+
+
+def test_weights_of_an_encoder_from_the_cache(tmp_path):
+    declare_torchvision_ops()
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    published = smp.encoders.get_encoder("resnet18", weights=None)
+    place = smp.encoders.encoders["resnet18"]["pretrained_settings"]["imagenet"]
+    folder = tmp_path / "hf" / f"models--{place['repo_id'].replace('/', '--')}" / "snapshots" / place["revision"]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    save(folder / "model.safetensors", published)
+    model = make_model("fpn", encoder="resnet18", weights="pretrained", classes=3)
+    assert not differing(model.get_submodule("encoder"), published)
+
+
+def test_the_hub_is_asked_in_a_fresh_process():
+    """The hub's package imports its parts only when they are asked for, and nothing here may have asked for this one."""
+    program = "from gradfilter.models.sources import give_up_early\nwith give_up_early():\n    pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +391,17 @@ def test_mobilenet_features_of_a_package(features):
 
 
 def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
-    """Run docs/models.md as it stands, in a folder with the two files that it loads."""
+    """Run docs/models.md as it stands, in a folder with the files that it loads."""
+    declare_torchvision_ops()
     monkeypatch.chdir(tmp_path)
-    for name in ("efficientnet-lite0", "mobilenet_v2"):
-        folder = tmp_path / "runs" / f"pets-{name}-all"
+    runs = {f"pets-{name}-all": make_model(name, classes=37) for name in ("efficientnet-lite0", "mobilenet_v2")}
+    runs["camvid-unet-efficientnet-lite0-decoder"] = last = make_model(
+        "unet/efficientnet-lite0", classes=11, generator=seeded(1)
+    )
+    for name, trained in runs.items():
+        folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        trained = save(folder / "best.safetensors", make_model(name, classes=37, generator=seeded(1)))
+        save(folder / "best.safetensors", trained)
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
     _, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "gradfilter.models" not in second
@@ -376,7 +409,7 @@ def test_trained_weights_load_without_gradfilter(tmp_path, monkeypatch):
     exec(second, names)
     model = names["model"]
     assert isinstance(model, nn.Module)
-    assert not differing(model, make_model("mobilenet_v2", weights=trained))
+    assert not differing(model, last)
 
 
 @pytest.mark.usefixtures("features")

@@ -93,7 +93,7 @@ def measure(
     Every run is a `gradfilter train` in a folder of its own below `work`; those that are done are not run again.
     """
     methods = choose_methods(globs, depth)
-    loaded = find_task(depth.task).load(Settings(task=depth.task, data=str(data)))
+    loaded = find_task(depth.task).load(Settings(task=depth.task, data=str(data.absolute())))
     results: dict[str, list[Results]] = {method: [] for method in methods}
     for seed in range(seeds):
         for method, choices in methods.items():
@@ -129,7 +129,7 @@ def make_settings(
     name = "-".join([depth.plan, method.replace(", ", "-").replace(" × ", "-").replace(" ", ""), f"seed{seed}"])
     return Settings(
         task=depth.task,
-        data=str(data),
+        data=str(data.absolute()),
         model=model,
         weights=weights,
         resolution=depth.pixels,

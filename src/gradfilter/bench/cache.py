@@ -22,7 +22,7 @@ from gradfilter.train.watch import Watch
 
 def make_settings(data: Path, model: str, weights: str, plan: str) -> Settings:
     """Return the settings of a run whose images are the same each epoch."""
-    return Settings(data=str(data), model=model, weights=weights, plan=plan, patch=2, augment="none", device="cpu")
+    return Settings(data=str(data.absolute()), model=model, weights=weights, plan=plan, patch=2, augment="none", device="cpu")
 
 
 def measure(settings: Settings, label: str, rounds: int) -> Report:

@@ -40,7 +40,7 @@ def measure(data: Path, label: str, batch: int, batches: int, pixels: int, steps
         f"--pixels {pixels} --steps {steps}",
         ("model", "layers", "patch sizes", *COLUMNS),
     )
-    images = load_masks(str(data)).train
+    images = load_masks(str(data.absolute())).train
     for name in [name for name in NETS if only in name]:
         model, seen = make_calibrated(NETS[name], images, batch, pixels, steps)
         drawn = [next(seen) for _ in range(batches)]

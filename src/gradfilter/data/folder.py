@@ -67,7 +67,7 @@ def _scan(folder: Path) -> tuple[Stamps, list[str]]:
     files: dict[str, list[str]] = {}
     for entry in _entries(folder):
         if _is_folder(entry):
-            files[entry.name] = list(_walk(Path(entry.path), (_identity(folder),)))
+            files[entry.name] = list(walk_files(Path(entry.path), (_identity(folder),)))
         else:
             skipped.append(f"{entry.path}: not in a class folder")
     if not files:
@@ -118,14 +118,19 @@ def _make_set(folder: Path, part: str, stamps: Stamps) -> ImageSet:
     return ImageSet(f"{name}/{part}" if part else name, classes, labels, names, FileReader(folder, files, found))
 
 
-def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Give the files below a folder; `above` identifies the folders it lies in, to find links that lead back."""
+def walk_files(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Give the files below a folder, but for hidden ones; links are followed.
+
+    Args:
+        folder: The folder.
+        above: Identifies the folders it lies in, to find links that lead back.
+    """
     identity = _identity(folder)
     if identity in above:
         raise DataError(f"{folder} is a link to a folder that it lies in, so it never ends. Remove the link.")
     for entry in _entries(folder):
         if _is_folder(entry):
-            yield from _walk(Path(entry.path), (*above, identity))
+            yield from walk_files(Path(entry.path), (*above, identity))
         else:
             yield entry.path
 

@@ -7,7 +7,8 @@ Nothing is skipped: whatever is wrong with a file stops, with its name.
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from gradfilter.data.check import check_file, count_threads, listed, make_stamp
+from gradfilter.data.folder import walk_files
 from gradfilter.data.images import Data, FileReader
 from gradfilter.data.masks import IGNORE, VALUES, Coding, MaskReader, MaskSet, join_values, read_values
 from gradfilter.data.split import split_labels
@@ -62,14 +64,18 @@ def make_mask_data(
     """Check pairs of files, by part, and make the sets of them; a single part is split."""
     checked = {part: _check_pairs(folder, found) for part, found in pairs.items()}
     first = next(iter(pairs))
-    coding = coding or _guess_coding(folder, checked["train" if "train" in pairs else first])
+    seen = "train" if "train" in pairs else first
+    coding = coding or _guess_coding(folder, pairs[seen], checked[seen])
     _refuse_unknown(folder, pairs, checked, coding)
     sets = {part: _make_set(name, folder, part, pairs[part], checked[part], coding) for part in pairs}
     if len(sets) == 1:
-        return _split(sets[first], val_share, seed)
-    if "val" not in sets:  # then test/ is the part that is held out
-        sets["val"] = sets.pop("test")
-    return Data(sets["train"], sets["val"], sets.get("test"))
+        data = _split(sets[first], val_share, seed)
+    else:
+        if "val" not in sets:  # then test/ is the part that is held out
+            sets["val"] = sets.pop("test")
+        data = Data(sets["train"], sets["val"], sets.get("test"))
+    _refuse_empty(folder, data)
+    return data
 
 
 def pair_files(images: Path, masks: Path, image_end: str = "", mask_end: str = "") -> Pairs:
@@ -109,6 +115,12 @@ def read_coding(folder: Path) -> Coding | None:
     classes = {value: name for value, name in named.items() if value not in ignored}
     if len(classes) < 2:
         raise DataError(f"{path} names {len(classes)} classes. Name two or more, a line each.")
+    twice = [name for name, count in Counter(classes.values()).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{path} names {', '.join(map(repr, twice))} more than once. Give each class a name of its own: two values cannot "
+            "stand for one class."
+        )
     ignored |= {IGNORE} - classes.keys()
     return Coding(tuple(classes.values()), tuple(classes), tuple(sorted(ignored)))
 
@@ -163,8 +175,10 @@ def _find_part_folders(folder: Path) -> dict[str, Path]:
 
 def _find_files(folder: Path, end: str) -> dict[str, Path]:
     """List the files below a folder, by path without its extension and without the end before that."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder, but its partner is there. Add it.")
     files: dict[str, Path] = {}
-    for path in _walk(folder):
+    for path in map(Path, walk_files(folder)):
         stem = path.relative_to(folder).with_suffix("").as_posix()
         if not stem.endswith(end):
             continue
@@ -173,14 +187,6 @@ def _find_files(folder: Path, end: str) -> dict[str, Path]:
             raise DataError(f"{files[stem]} and {path} have the same name. Images and masks are paired by name: remove one.")
         files[stem] = path
     return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder, but its partner is there. Add it.")
-    for above, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(above) / name for name in sorted(files) if not name.startswith("."))
 
 
 def _check_pairs(folder: Path, pairs: Pairs) -> list[_Checked]:
@@ -217,15 +223,19 @@ def _check_pair(pair: tuple[Path, Path]) -> _Checked | str:
     return _Checked(stamp, mask_stamp, np.bincount(values.ravel(), minlength=VALUES))
 
 
-def _guess_coding(folder: Path, checked: Sequence[_Checked]) -> Coding:
+def _guess_coding(folder: Path, pairs: Pairs, checked: Sequence[_Checked]) -> Coding:
     """Take the values of training masks as labels from 0 on; 255 is ignored."""
     found = np.flatnonzero(np.sum([pair.areas for pair in checked], axis=0)[:IGNORE]).tolist()
     count = len(found)
     if found != list(range(count)) or count < 2:
+        odd = [value for place, value in enumerate(found) if value != place]  # those behind the first gap
+        masks = [str(mask) for (_, mask), known in zip(pairs, checked, strict=True) if known.areas[odd].any()]
+        where = f" ({join_values(odd)} in {listed(masks)})" if masks else ""
         raise DataError(
-            f"{folder}: its training masks have the values {join_values(found)} (besides {IGNORE}, which is ignored), and "
-            f"labels of two classes or more count from 0. Write a file {folder / CLASSES} that names the classes, a line each "
-            "with the value in front, such as '7 road', or '0 void' for what is to be ignored."
+            f"{folder}: its training masks have the values {join_values(found)} (besides {IGNORE}, which is ignored){where}, "
+            "and labels of two classes or more count from 0 without a gap. Put the masks right, or write a file "
+            f"{folder / CLASSES} that names the classes, a line each with the value in front, such as '7 road', or '0 void' "
+            "for what is to be ignored."
         )
     return Coding.make_plain([f"class {value}" for value in found])
 
@@ -244,6 +254,16 @@ def _refuse_unknown(
             f"{folder}: masks have labels that stand for nothing: {listed(lines)}. There may be {coding.describe()}. Put the "
             f"masks right, or name the classes in {folder / CLASSES}, a line each, 'void' for what is to be ignored."
         )
+
+
+def _refuse_empty(folder: Path, data: Data[MaskSet]) -> None:
+    """Stop where there is nothing to learn, or nothing to judge by: in no mask a pixel that counts."""
+    for what, images in (("to train on", data.train), ("held out", data.val)):
+        if not images.areas.any():
+            raise DataError(
+                f"{folder}: in the masks of the {len(images)} images {what}, {images.name}, no pixel is of a class: all are to "
+                f"be ignored. Put the masks right, or the values in {folder / CLASSES}."
+            )
 
 
 def _make_set(name: str, folder: Path, part: str, pairs: Pairs, checked: Sequence[_Checked], coding: Coding) -> MaskSet:

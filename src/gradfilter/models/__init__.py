@@ -10,7 +10,7 @@ from gradfilter.models import cifar_resnet, efficientnet_lite, mcunet, torchvisi
 from gradfilter.models.listing import ModelRow, list_models
 from gradfilter.models.network import find_entry
 from gradfilter.models.registry import ModelInfo, find_models
-from gradfilter.models.segmenters import DECODERS, find_decoder
+from gradfilter.models.segmenters import SEGMENTERS, find_decoder
 from gradfilter.models.sources import find_weights
 from gradfilter.models.weights import build_with_weights, random_weights_from
 
@@ -30,7 +30,7 @@ def make_model(
     Args:
         name: One of `find_models`, where dashes and underscores do not count; a name of `torchvision.models.list_models()`
             or `timm.list_models()`, bare (ours come first, then torchvision's) or behind "torchvision/" or "timm/";
-            "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet" or "fcn", which label pixels, alone or with an
+            "deeplabv3", "unet" or another of those that label pixels (`gradfilter models` names them), alone or with an
             encoder, "unet/mobilenet_v2"; or "module:function" for a function of the user's own that takes no arguments and
             returns a model. The module is looked up in the current directory too, as `python -m` does.
         weights: None for random weights; the path of a local file, .safetensors or what `torch.save` writes; "pretrained"
@@ -65,7 +65,7 @@ def join_encoder(name: str, encoder: str | None) -> str:
     if not find_decoder(name):
         raise ModelNameError(
             f"encoder={encoder!r} was given with model {name!r}, which has none of its own. Leave it out, or take one of: "
-            f"{', '.join(DECODERS)}."
+            f"{', '.join(SEGMENTERS)}."
         )
     return f"{name}/{encoder}"
 

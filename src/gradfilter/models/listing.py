@@ -1,4 +1,4 @@
-"""List models by name: ours, and what torchvision and timm have."""
+"""List models by name: ours, those that label pixels, and what torchvision and timm have."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from gradfilter.errors import MissingExtraError, ModelNameError
 from gradfilter.models.extras import import_extra
 from gradfilter.models.network import PACKAGES, find_entry, list_names
 from gradfilter.models.registry import Entry, find_models, find_registered
+from gradfilter.models.segmenters import SEGMENTERS
 from gradfilter.models.weights import build_shapes, random_weights_from
 
 _COUNTED = 50
@@ -35,8 +36,9 @@ def list_models(pattern: str | None = None) -> list[ModelRow]:
     """List models, ours first.
 
     Args:
-        pattern: A shell glob on the names of ours, torchvision's classifiers and timm's models, with or without the
-            "torchvision/" or "timm/" in front; without wildcards, a part of the name. None for ours alone.
+        pattern: A shell glob on the names of ours, of networks for segmentation (with the encoder that they have by
+            themselves), of torchvision's classifiers and timm's models, with or without the "torchvision/" or "timm/" in
+            front; without wildcards, a part of the name. None for ours alone.
 
     Returns:
         One row per model. Parameters are counted where there are at most 50 rows.
@@ -53,6 +55,7 @@ def find_names(pattern: str) -> list[str]:
     """Return the names that a pattern matches, each as short as `make_model` understands it."""
     wanted = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
     found = [name for name in find_models() if matches(name, wanted)]
+    found += [name for name in SEGMENTERS if matches(name, wanted) and find_spec("segmentation_models_pytorch")]
     taken = set(list_names("torchvision")) if find_spec("torchvision") else set()
     for package in PACKAGES:
         for bare in list_classifiers(package) if find_spec(package) else []:

@@ -21,7 +21,7 @@ from gradfilter.models.registry import (
     find_registered,
     pair_plainly,
 )
-from gradfilter.models.segmenters import find_decoder, make_segmenter_entry, split_name
+from gradfilter.models.segmenters import SEGMENTERS, find_decoder, make_segmenter_entry, split_name
 
 PACKAGES = ("torchvision", "timm")
 """Where a bare name is looked up after ours, in this order: a name that both have is torchvision's."""
@@ -74,7 +74,7 @@ def find_package(name: str) -> tuple[str, str]:
         if prefix == package or (not prefix and find_spec(package)):
             import_extra(package, f"Model {name!r}")
             if is_listed(bare, package):
-                return package, bare
+                return package, find_present_name(bare) if package == "timm" else bare
     if not prefix and not any(find_spec(package) for package in PACKAGES):
         import_extra(PACKAGES[0], f"Model {name!r}, which is none of ours ({', '.join(find_models())}),")
     raise ModelNameError(explain_unknown(name))
@@ -86,6 +86,12 @@ def is_listed(bare: str, package: str) -> bool:
         timm = import_extra(package, f"Model {bare!r}")
         return timm.is_model_pretrained(bare) if "." in bare else timm.is_model(bare)
     return bare in list_names(package)
+
+
+def find_present_name(bare: str) -> str:
+    """Return what timm calls a model by now: it takes old names too, such as "xception", but describes the new ones alone."""
+    old = getattr(import_extra("timm.models._registry", f"Model {bare!r}"), "_deprecated_models", {})
+    return old.get(bare) or bare
 
 
 def list_names(package: str) -> list[str]:
@@ -160,8 +166,12 @@ def explain_unknown(name: str) -> str:
     near = difflib.get_close_matches(bare, [full.rpartition("/")[2] for full in known], n=4, cutoff=0.6)
     full = [full for wanted in dict.fromkeys(near) for full in known if full.rpartition("/")[2] == wanted]
     hint = f"Did you mean {', '.join(map(repr, full[:-1]))}{' or ' * (len(full) > 1)}{full[-1]!r}? " if full else ""
+    near = difflib.get_close_matches(name.partition("/")[0].lower(), SEGMENTERS, n=2, cutoff=0.7)
+    if near:
+        hint = f"Did you mean {' or '.join(map(repr, near))}, which label pixels? "
     missing = "".join(f" (not installed here: {package})" for package in PACKAGES if package not in installed)
     return (
-        f"No model is named {name!r}. {hint}Ours are {', '.join(find_models())}; the others are those of torchvision and of "
-        f"timm{missing}. For a model of your own, give 'module:function'."
+        f"No model is named {name!r}. {hint}Ours are {', '.join(find_models())}; those that label pixels, with any encoder, "
+        f"{', '.join(SEGMENTERS)}; the others are those of torchvision and of timm{missing}. For a model of your own, give "
+        "'module:function'."
     )

@@ -24,12 +24,21 @@ DECODERS = {
     "upernet": "UPerNet",
     "fpn": "FPN",
     "unet": "Unet",
+    "unetplusplus": "UnetPlusPlus",
+    "unet++": "UnetPlusPlus",
+    "linknet": "Linknet",
+    "segformer": "Segformer",
     **{name.lower(): name for name in PAPERS},
 }
 """Our names, without dashes and underscores, and what segmentation-models-pytorch calls them; FCN is made here.
 
 "paper-pspnet" and so on are the gradient-filtering paper's own.
 """
+SEGMENTERS = (
+    *("fcn", "deeplabv3", "deeplabv3plus", "pspnet", "upernet", "fpn", "unet", "unetplusplus", "linknet", "segformer"),
+    *(f"paper-{name.removeprefix('Paper').lower()}" for name in PAPERS),
+)
+"""The names as they are listed, each once."""
 DEFAULT_ENCODER = "resnet18"
 CLASSES = 21  # of Pascal VOC: as many as a model has by itself
 RESOLUTION = 512  # of the papers
@@ -48,6 +57,18 @@ Its own "timm-tf_efficientnet_lite0" has another padding and another eps in batc
 def find_decoder(name: str) -> str | None:
     """Return what a name stands for if it is one of a decoder."""
     return DECODERS.get(name.replace("-", "").replace("_", "").lower())
+
+
+def find_encoder(name: str) -> str:
+    """Return what segmentation-models-pytorch calls an encoder."""
+    return ALIASES.get(name.replace("_", "-").lower(), name)
+
+
+def find_plain(name: str) -> tuple[str, str] | None:
+    """Return class and encoder of the network of segmentation-models-pytorch that a name stands for; None for all others."""
+    decoder, encoder, auxiliary = split_name(name)
+    kind = find_decoder(decoder)
+    return None if kind is None or kind in ("FCN", *PAPERS) or auxiliary else (kind, find_encoder(encoder))
 
 
 class Segmenter(nn.Module):
@@ -105,7 +126,7 @@ def make_segmenter_entry(name: str, decoder: str, encoder: str, classifier: Entr
         classifier: The classifier that has this encoder, where one is known: its weights are the encoder's.
         auxiliary: Whether it has an auxiliary head.
     """
-    encoder = ALIASES.get(encoder, encoder)
+    encoder = find_encoder(encoder)
     known = classifier.info if classifier else None
     info = ModelInfo(
         name,
@@ -124,7 +145,7 @@ def make_segmenter_entry(name: str, decoder: str, encoder: str, classifier: Entr
         build,
         pair_plainly,
         classifier.package if classifier else None,
-        download=lambda: _make_encoder(name, encoder, weights="imagenet"),
+        download=lambda: _make_encoder(name, encoder, weights=True if encoder.startswith("tu-") else "imagenet"),
         complete=lambda tensors: _complete(tensors, build, classifier),
     )
 

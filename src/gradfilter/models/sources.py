@@ -1,4 +1,4 @@
-"""Where weights come from: local files, installed packages, and the hubs of torchvision and timm."""
+"""Where weights come from: local files, installed packages, and the hubs of other packages."""
 
 import logging
 import os
@@ -103,14 +103,14 @@ def list_offline() -> str:
 
 @contextmanager
 def give_up_early() -> Iterator[None]:
-    """Let the Hugging Face hub, which timm's weights come from, serve its cache alone where it cannot be reached.
+    """Let the Hugging Face hub, where timm's weights and those of encoders are, serve its cache alone if it cannot be reached.
 
     By itself it would try again and again, for most of a minute.
     """
     if not find_spec("huggingface_hub"):
         yield
         return
-    constants = import_extra("huggingface_hub", "timm's hub").constants
+    constants = import_extra("huggingface_hub.constants", "timm's hub")  # by itself, the package does not import it
     offline = constants.HF_HUB_OFFLINE or not is_reachable(urlsplit(constants.ENDPOINT).hostname)
     with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
         yield

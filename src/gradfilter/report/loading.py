@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 from gradfilter.models.network import PACKAGES, TORCHVISION_OPTIONS, is_listed
 from gradfilter.models.registry import find_registered
+from gradfilter.models.segmenters import find_plain
 from gradfilter.report.results import Results
 
 _ELSEWHERE = {"efficientnet-lite0": "timm/tf_efficientnet_lite0"}  # where others have one of our models under another name
@@ -35,6 +36,12 @@ def _find_builder(model: str, classes: int) -> tuple[tuple[str, ...], str]:
         return (
             "from torchvision.models import get_model",
         ), f"model = get_model({bare!r}, weights=None, num_classes={classes}{options})"
+    network = find_plain(model)
+    if network:
+        decoder, encoder = network
+        return (
+            "import segmentation_models_pytorch as smp",
+        ), f"model = smp.{decoder}({encoder!r}, encoder_weights=None, classes={classes})"
     own = re.fullmatch(r"([\w.]+):(\w+)", model)
     if own:
         return (f"from {own[1]} import {own[2]}",), f"model = {own[2]}()  # with a classifier of {classes} outputs"
@@ -59,4 +66,8 @@ def _describe_input(results: Results) -> tuple[str, ...]:
         return ()
     mean, std = (", ".join(f"{value:.4g}" for value in settings[name]) for name in ("mean", "std"))
     side = settings["resolution"]
-    return ("", f"# Images: RGB, {side} x {side} pixels, scaled to [0, 1], minus ({mean}), divided by ({std}).")
+    numbers = f"scaled to [0, 1], minus ({mean}), divided by ({std})."
+    if settings.get("task") != "segment":
+        return ("", f"# Images: RGB, {side} x {side} pixels, {numbers}")
+    seen = f"windows of {side} x {side} pixels" if settings.get("evaluate") == "window" else f"their long side {side} pixels"
+    return ("", f"# Images: RGB, {seen}, {numbers}", f"# What is missing to {side} x {side} below and on the right is 0.")

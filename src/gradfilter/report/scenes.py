@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DRAWN = ("worst", "median", "best")  # in the picture
+_WORDS = ("image", "truth", "predicted", "wrong")
 _IGNORED = 255  # the label of what does not count
 
 
@@ -34,15 +35,15 @@ def show_scenes(results: Results, samples: Sequence[MaskSample]) -> str:
 
 
 def draw_scenes(part: "SubFigure", results: Results, samples: Sequence[MaskSample]) -> None:
-    """Draw a row of images, each with its labels and the model's beside it."""
+    """Draw a row of images, each with its labels, the model's, and where they differ beside it."""
     chosen = [sample for sample in samples if sample.rank in _DRAWN]
-    cells: Any = part.subplots(1, 3 * len(_DRAWN))
+    cells: Any = part.subplots(1, len(_WORDS) * len(_DRAWN))
     for cell in cells:
         cell.set_axis_off()
     for place, sample in enumerate(chosen):
-        titles = (f"{sample.rank}, mIoU {percent(sample.score, 0)}", "truth", "predicted")
+        titles = (f"{sample.rank}, {percent(sample.score, 0)}", *_WORDS[1:])
         pictures = _paint(results, sample)
-        for cell, title, picture in zip(cells[3 * place :], titles, pictures, strict=False):
+        for cell, title, picture in zip(cells[len(_WORDS) * place :], titles, pictures, strict=False):
             cell.imshow(picture, interpolation="nearest")
             cell.set_title(title, fontsize=8, loc="left")
 
@@ -61,11 +62,10 @@ def _paint(results: Results, sample: MaskSample) -> "tuple[Image, Image, Image, 
 
 def _scene(results: Results, sample: MaskSample) -> str:
     name = markup.escape(sample.name)
-    words = ("image", "truth", "predicted", "wrong")
     pictures = (
         f"<figure>{make_image(picture, f'{word}: {name}', lossless=word in ('truth', 'predicted'))}"
         f"<figcaption>{word}</figcaption></figure>"
-        for word, picture in zip(words, _paint(results, sample), strict=True)
+        for word, picture in zip(_WORDS, _paint(results, sample), strict=True)
     )
     head = f'<b>{sample.rank}</b> mIoU {percent(sample.score)} <span class="name" title="{name}">'
     return f"<li><p>{head}{markup.escape(shorten(sample.name, 60))}</span></p><div>{''.join(pictures)}</div></li>"

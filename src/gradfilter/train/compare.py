@@ -181,7 +181,7 @@ def check_plans(comparison: Comparison, data: Data) -> None:
     """Refuse a plan that does not fit the model now, not after the runs before it."""
     for variant in comparison.variants:
         try:
-            make_trained_model(variant.settings, variant.settings.make_plan(), data.train)
+            make_trained_model(fill_in(variant.settings), variant.settings.make_plan(), data.train)
         except PlanError as error:
             raise SettingsError(f"--try '{variant.text}': {error}") from error
 

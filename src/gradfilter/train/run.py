@@ -152,7 +152,8 @@ def try_step(job: Job) -> None:
         return outputs, job.loss(outputs, labels)
 
     job.model.train()
-    with untouched(job.model), explain_failure(images, "See --resolution and --batch"), job.fabric.autocast():
+    where = "in training mode. Does it take such images? See --resolution and --batch"
+    with untouched(job.model), explain_failure(images, where), job.fabric.autocast():
         job.saved_bytes = count_saved(forward, there)
 
 
