@@ -23,8 +23,9 @@ def draw_halves(*shape, seed):
 def draw_ending(channels, act, patch, has, seed):
     """Return what follows a convolution, with those of bias, scale and shift that it is to have."""
     bias, shift = (draw_eighths(channels, seed=seed + i, most=16) for i in range(2))
-    values = bias, 2 * draw_halves(channels, seed=seed + 2), shift
-    return native.Ending(*(v if h else None for v, h in zip(values, has, strict=False)), act, patch, has[3])
+    scale = 2 * draw_halves(channels, seed=seed + 2)
+    bias, scale, shift = (v if h else None for v, h in zip((bias, scale, shift), has, strict=False))
+    return native.Ending(bias, scale, shift, act, patch, has[3])
 
 
 def compare(x, w, middle, taps, rows, columns, end, **destinations):
@@ -187,7 +188,7 @@ def test_runs_in_torch_what_the_library_cannot():
         assert not native.can_expand(image, v, u)
         got = native.expand(image, v, middle, u, (1, 1), (1, 1), (1, 1), (13, 13), end)
         for g, e in zip((*got.hidden, *got.out), (*expected.hidden, *expected.out), strict=True):
-            torch.testing.assert_close(g.to(e.dtype), e, rtol=0, atol=0)
+            torch.testing.assert_close(g, e, rtol=0, atol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize(
@@ -204,3 +205,20 @@ def test_runs_in_torch_what_the_library_cannot():
 def test_says_which_pairs_it_runs(w, taps, fits):
     x = last(torch.zeros(1, 5, 9, 9))
     assert native.can_expand(x, torch.zeros(w), torch.zeros(taps)) == fits
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "threads", "faster"),
+    [
+        ((32, 16, 112, 112), 96, 2, True),
+        ((32, 16, 112, 112), 96, 1, True),
+        ((1, 16, 112, 112), 96, 2, True),
+        ((1, 8, 112, 112), 24, 2, False),
+        ((1, 8, 112, 112), 24, 1, True),
+        ((32, 160, 3, 3), 960, 1, False),
+        ((32, 960, 7, 7), 960, 1, False),
+    ],
+)
+def test_says_where_it_is_faster(shape, channels, threads, faster):
+    with on_threads(threads):
+        assert native.prefers_expand(torch.zeros(shape), torch.zeros(channels, shape[1], 1, 1)) == faster
