@@ -18,7 +18,7 @@ _EXPAND = struct.Struct(DENSE.format + DEPTHWISE.format)
 """`gf_expand` of conv.h."""
 _PANEL = 32
 """Channels of the smallest unit of work at the widest level."""
-_FEW_PIXELS = 16
+_FEW_PIXELS = 36
 """Pixels of a map from which on one call is faster."""
 
 
