@@ -274,7 +274,7 @@ def test_nothing_stays_behind(name):
     """All maps are gone after a step, without the garbage collector's help."""
     seen: list[weakref.ref] = []
     model: Any = gf.apply_(make_parts(make_use(ALL[name])), make_plan())
-    for layer in (model.conv, model.norm, model.wide_norm, model.last_norm):
+    for layer in (model.conv, model.norm, model.wide_norm, model.grow_norm, model.taps, model.last_norm):
         layer.register_forward_hook(lambda _, args, out: seen.append(weakref.ref(out)))
     run_step(model, draw_images(2, 3, 9, 10))  # imports and caches
     gc.collect()

@@ -194,3 +194,20 @@ def test_runs_in_torch_what_the_library_cannot():
 def test_says_which_pairs_it_runs(w, taps, fits):
     x = last(torch.zeros(1, 5, 9, 9))
     assert native.can_expand(x, torch.zeros(w), torch.zeros(taps)) == fits
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "threads", "faster"),
+    [
+        ((32, 16, 112, 112), 96, 2, True),
+        ((32, 16, 112, 112), 96, 1, True),
+        ((1, 16, 112, 112), 96, 2, True),
+        ((1, 8, 112, 112), 24, 2, False),
+        ((1, 8, 112, 112), 24, 1, True),
+        ((32, 160, 3, 3), 960, 1, False),
+        ((32, 960, 7, 7), 960, 1, False),
+    ],
+)
+def test_says_where_it_is_faster(shape, channels, threads, faster):
+    with on_threads(threads):
+        assert native.prefers_expand(shape, (channels, shape[1], 1, 1)) == faster

@@ -128,7 +128,7 @@ class Recipe(NamedTuple):
 
     @property
     def may_expand(self) -> bool:
-        """Whether the convolution has so many more outputs than inputs that a depthwise one is likely to follow."""
+        """Whether the convolution has so many more outputs than inputs that a depthwise one is likely to follow, and to join."""
         conv = self.conv
         return (
             conv is not None
@@ -137,6 +137,7 @@ class Recipe(NamedTuple):
             and conv.w.shape[0] >= 2 * conv.w.shape[1]
             and self.residual is None
             and self.ended is None
+            and native.prefers_expand(self.x.shape, conv.w.shape)
         )
 
     @property

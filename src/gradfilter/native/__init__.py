@@ -11,7 +11,7 @@ with equal results.
 
 from gradfilter.native.affine import NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
 from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, make_cells, prefers
-from gradfilter.native.expand import can_expand, expand
+from gradfilter.native.expand import can_expand, expand, prefers_expand
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
 from gradfilter.native.maxpool import Pooled, Taps, can_max_pool, max_pool, max_route
@@ -68,6 +68,7 @@ __all__ = [
     "pool_mean",
     "pool_sum",
     "prefers",
+    "prefers_expand",
     "scale_by_counts",
     "torch_norm_act",
     "torch_norm_back",

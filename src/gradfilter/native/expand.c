@@ -83,7 +83,7 @@ static void run_rows(const unit *u, int64_t from, int64_t to) {
 /* How many rows of y need no more than the first `rows` rows of the hidden map. */
 static int64_t count_ready(const plan *p, int64_t rows) {
     const gf_depthwise *t = &p->task->second;
-    const int64_t top = rows - p->window.tall + t->top; /* where the taps of the last of them begin, at most; from the zeros on */
+    const int64_t top = rows - p->window.tall + t->top; /* where taps may begin, counted from the first row of zeros */
     if (rows >= t->h) return t->after.map.h;
     return top < 0 ? 0 : gf_least(t->after.map.h, top / t->sh + 1);
 }
@@ -121,7 +121,8 @@ static void run_unit(const void *argument, int64_t work, void *scratch) {
     }
 }
 
-/* Hidden channels of a unit, and bytes of the hidden map and of y that are computed at once: half a second cache. */
+/* Hidden channels of a unit, and bytes of the hidden map and of y that are computed at once: the second cache holds the
+ * ring, which is of two such steps where windows are no higher than one. */
 enum { CHANNELS = 64, STEP = 131072, ROWS = 32768 };
 
 /* Units for each thread that keep all of them busy to the end. */

@@ -191,19 +191,20 @@ static inline void finish_rows(const gf_norm_act *t, float *x, int64_t pitch, in
 }
 
 /* A smooth activation of some rows in scratch, by the library's own pass and in place: a map of its own, with one row of
- * patches. `results` receives sums and mean slopes. */
-static inline gf_norm_act pass_in_scratch(const gf_norm_act *t, float *x, int64_t pitch, int64_t rows, float *results) {
-    const int64_t cells = gf_ceil_div(t->map.w, t->map.pw);
+ * patches, of which it gives sums and mean slopes. */
+static inline gf_norm_act pass_in_scratch(const gf_norm_act *t, float *x, int64_t pitch, int64_t rows, float *sums,
+                                          float *slopes) {
     gf_norm_act task = {.map = {1, pitch, rows, t->map.w, rows, t->map.pw, 1, GF_FLOAT32}, .kind = t->kind, .sums = 1};
     task.x = task.y = x;
-    if (t->mean || t->slope) task.mean = results, task.slope = results + cells * pitch;
+    if (t->mean || t->slope) task.mean = sums, task.slope = slopes;
     return task;
 }
 
 /* Bytes of scratch that `finish_some` needs for bands of this pitch. */
 static inline size_t some_scratch(const gf_norm_act *t, int64_t pitch) {
     if (!is_smooth(t)) return 0;
-    const gf_norm_act pass = pass_in_scratch(t, NULL, pitch, 1, NULL);
+    gf_norm_act pass = pass_in_scratch(t, NULL, pitch, 1, NULL, NULL);
+    pass.mean = &pass; /* anything: there is one */
     return gf_float_bytes(2 * gf_ceil_div(t->map.w, t->map.pw) * pitch) + (gf_norm_act_scratch(&pass) + 63) / 64 * 64;
 }
 
@@ -216,7 +217,7 @@ static inline void finish_some(const gf_norm_act *t, const band *b, void *scratc
     const patch_row to = find_patch_row(&t->map, b);
     const int64_t size = to.cells * b->pitch, rows = b->to - b->from;
     float *sums = scratch, *slopes = sums + size;
-    const gf_norm_act pass = pass_in_scratch(t, b->x, b->pitch, rows, sums), copy = copy_only(t);
+    const gf_norm_act pass = pass_in_scratch(t, b->x, b->pitch, rows, sums, slopes), copy = copy_only(t);
     gf_current()->norm_act(&pass, 0, 0, (char *)scratch + gf_float_bytes(2 * size));
     if (t->y) finish_band(&copy, b, 1);
     for (int64_t j = 0; j < to.cells && (t->mean || t->slope); j++)
