@@ -47,8 +47,9 @@ def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, w
     assert native.can_convolve(x, w, stride, padding, dilation, groups) == kernel
     run = partial(native.convolve, kernel)
     got = run(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
-    after = [(o - 1) * s + (k - 1) * d + 1 - p - n for n, k, s, d, p, o in (rows, columns)]
-    padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
+    ends = [(o - 1) * s + (k - 1) * d + 1 for _, k, s, d, _, o in (rows, columns)]
+    after = [max(end - p - n, 0) for end, (n, _, _, _, p, _) in zip(ends, (rows, columns), strict=True)]
+    padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))[:, :, : ends[0], : ends[1]]
     y = F.conv2d(padded, w, None, stride, 0, dilation, groups)
     if bias is not None:
         y += bias[:, None, None]

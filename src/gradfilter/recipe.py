@@ -128,7 +128,7 @@ class Recipe(NamedTuple):
 
     @property
     def may_expand(self) -> bool:
-        """Whether the convolution has so many more outputs than inputs that a depthwise one is likely to follow, and to join."""
+        """Whether the convolution has so many more outputs than inputs that a depthwise one is likely to follow and join."""
         conv = self.conv
         return (
             conv is not None

@@ -137,10 +137,10 @@ def convolve(
     shape = (len(x), len(w), *out_size)
     if not (can_read(x, w) and can_finish(shape, patch, residual)):
         groups = len(w) if kernel == "depthwise" else 1
-        ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True)]
-        after = [end - before - n for end, before, n in zip(ends, padding, x.shape[2:], strict=True)]
+        h, width = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True))
+        after = max(h - padding[0] - x.shape[2], 0), max(width - padding[1] - x.shape[3], 0)
         with torch.no_grad():
-            padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))
+            padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))[:, :, :h, :width]
             y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
         return give_cells(torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope), cells)
     y = empty(shape, torch.float32, torch.channels_last)
