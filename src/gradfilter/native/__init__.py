@@ -3,11 +3,12 @@
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
 convolution that ends in such a pass; `scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool`
 go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way
-back through a depthwise convolution at patch resolution; `empty` makes large tensors on blocks that come back.
+back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
 
+from gradfilter.native.backward import TILE, AxisTiles, can_tile, tile_gradients
 from gradfilter.native.conv import can_convolve, convolve, prefers
 from gradfilter.native.fused import fold, norm_act
 from gradfilter.native.library import can_run, find_library, is_on, is_watched, load, off
@@ -26,8 +27,10 @@ __all__ = [
     "RELU",
     "RELU6",
     "SILU",
+    "TILE",
     "Act",
     "AxisPairs",
+    "AxisTiles",
     "BlockBytes",
     "Fused",
     "Pooled",
@@ -38,6 +41,7 @@ __all__ = [
     "can_pair",
     "can_run",
     "can_scale",
+    "can_tile",
     "convolve",
     "empty",
     "find_library",
@@ -55,6 +59,7 @@ __all__ = [
     "pool_sum",
     "prefers",
     "scale_by_counts",
+    "tile_gradients",
     "torch_norm_act",
     "torch_unpool",
     "trim",

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 logger = logging.getLogger(__name__)
 
-ABI = 7
+ABI = 8
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
@@ -50,7 +50,7 @@ def load() -> ctypes.CDLL | None:
         logger.warning("%s is of another version; everything runs in torch. Install gradfilter again.", path)
         return None
     pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    for name in ("norm_act", "unpool", "slope", "max_pool", "max_route", "depthwise", "dense", "winograd", "pairs"):
+    for name in ("norm_act", "unpool", "slope", "max_pool", "max_route", "depthwise", "dense", "winograd", "pairs", "backward"):
         getattr(library, f"gf_{name}_map").argtypes = [ctypes.c_char_p, number]
     library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]
     library.gf_fold.restype = library.gf_trim.restype = library.gf_block_bytes.restype = None

@@ -16,12 +16,15 @@ from gradfilter import native
 from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
+from gradfilter.native import AxisTiles
 from gradfilter.patches import Lift, Pair, apply_axes, is_nhwc, to_tensor
 from gradfilter.rules.geometry import Geometry, find_coefficients, find_joint_taps, find_taps
 from gradfilter.tensor import is_traced
 
 LARGE = 100_000
 """From so many numbers per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
+FEW_TILES = 16
+"""Up to so many tiles, transforming the kernel costs more than it saves."""
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -49,6 +52,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
     if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, *geometry.pairs):
         return paired_gradients(g, kept, w, geometry, need_gx)
+    if geometry.groups == 1 and geometry.tiles is not None and not is_traced() and prefers_tiles(g, w, geometry.tiles):
+        return native.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
     if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
     if prefers_products(g, geometry):
@@ -116,6 +121,13 @@ def convolved_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -
     gw = conv_gradients(g, kept.core, few, geometry, need_gx=False)[1]
     assert gw is not None
     return times(gw, factor_c.t(), 1)
+
+
+def prefers_tiles(g: Tensor, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
+    """Tell whether the library's Winograd kernel is the cheapest way: it has 16 products per tile instead of 9 per cell."""
+    rows, columns = tiles
+    cells, count = rows.cells[1] * columns.cells[1], len(rows.tiles) * len(columns.tiles)
+    return 2 * 9 * cells >= 3 * 16 * count and len(g) * count >= FEW_TILES and native.can_tile(g, w)
 
 
 def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:
