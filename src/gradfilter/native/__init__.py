@@ -3,9 +3,9 @@
 `norm_act` is scale, shift, residual and activation of a map with patch means and slopes, in one pass; `convolve` is a
 convolution that ends in such a pass; `scale_by_counts` is the gradient of an activation; `pool_mean`, `pool_sum` and `unpool`
 go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients` is the way
-back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one; `empty` makes large tensors on blocks that come back.
-`GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
-with equal results.
+back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one of 3×3 taps; `empty` makes large
+tensors on blocks that come back. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off:
+then everything runs in torch, with equal results.
 """
 
 from gradfilter.native.backward import TILE, AxisTiles, can_tile, tile_gradients

@@ -4,6 +4,9 @@
  * gw = Gt [sum over tiles of (A g At) * (Bt x B)] G: 16 products instead of 36 for each of the two, and A g At serves
  * both. Lifting the kernel is part of G, and partial patches are of B, tile by tile.
  *
+ * A tile of one cell along an axis has no use for the last position along it: so in a round, tiles stand in such an
+ * order that those which need a position are a range.
+ *
  * Tiles run in rounds of as many as stay in the caches: they are transformed, then multiplied, gx by panels of its
  * channels and gw by blocks of g's.
  */
@@ -12,8 +15,11 @@
 
 enum { POSITIONS = 16, BLOCK = GF_CHANNELS, GROUP = 8 };
 
-/* Tiles in a round. */
+/* Tiles in a round. Of twice as many, those of 512 channels no longer stay in the second cache. */
 enum { MOST_TILES = 128 };
+
+/* In which order tiles stand, by the axes along which they have two cells. */
+enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
 
 /* Channels of g whose sums are in registers at once. */
 enum { ROWS = GF_LANES == 16 ? 8 : 4 };
@@ -22,6 +28,8 @@ typedef struct {
     const gf_backward *task;
     int64_t image, total;    /* tiles in an image, and in all */
     int64_t first, count;    /* those of the round */
+    int64_t starts[KINDS + 1];
+    int32_t slots[MOST_TILES]; /* where they stand */
     int64_t vectors, panels; /* of gx's channels */
     int64_t blocks;          /* of g's */
     int64_t parts;           /* panels that gx takes: none where it is not asked for */
@@ -48,6 +56,34 @@ GF_INLINE place find_place(const plan *p, int64_t tile) {
     const gf_backward *t = p->task;
     const int64_t within = tile % p->image, across = t->columns.count;
     return (place){t->rows.tiles + within / across, t->columns.tiles + within % across, tile / p->image};
+}
+
+static int find_kind(const plan *p, int64_t tile) {
+    const place at = find_place(p, tile);
+    return at.row->outs > 1 ? (at.column->outs > 1 ? BOTH : DOWN) : at.column->outs > 1 ? ACROSS : NEITHER;
+}
+
+/* Put the tiles of the round in order. */
+static void order_tiles(plan *p) {
+    int64_t next[KINDS] = {0};
+    for (int64_t i = 0; i < p->count; i++) next[find_kind(p, p->first + i)]++;
+    p->starts[0] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        p->starts[kind + 1] = p->starts[kind] + next[kind];
+        next[kind] = p->starts[kind];
+    }
+    for (int64_t i = 0; i < p->count; i++) p->slots[i] = (int32_t)next[find_kind(p, p->first + i)]++;
+}
+
+/* The slots of the tiles that need a position. */
+typedef struct {
+    int64_t start, count;
+} range;
+
+GF_INLINE range find_range(const plan *p, int64_t position) {
+    const int last_row = position / 4 == 3, last_column = position % 4 == 3;
+    const int64_t start = p->starts[last_column ? BOTH : DOWN];
+    return (range){start, p->starts[last_row ? ACROSS : last_column ? NEITHER : KINDS] - start};
 }
 
 /* Swap the axes of a square. */
@@ -94,15 +130,16 @@ GF_INLINE void return_four(const gf_vec m[4], gf_vec to[4]) {
     to[0] = m[0], to[1] = m[1] - m[2] + m[3], to[2] = m[1] + m[2] - m[0], to[3] = -m[3];
 }
 
-/* Transform both axes of a square by one of the two. */
-#define BOTH_AXES(function, d)                                                                                           \
-    do {                                                                                                                 \
-        square half, flipped;                                                                                            \
-        flip(d, flipped);                                                                                                \
-        _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) function(flipped[v], half[v]);                               \
-        flip(half, flipped);                                                                                             \
-        _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) function(flipped[u], d[u]);                                  \
-    } while (0)
+/* Bt d B of a square, or B m Bt. */
+GF_INLINE void transform_square(square d, const int back) {
+    square half, flipped;
+    for (int axis = 0; axis < 2; axis++) {
+        flip(d, flipped);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) (back ? return_four : transform_four)(flipped[v], half[v]);
+        memcpy(d, half, sizeof half);
+    }
+}
 
 GF_INLINE void store_positions(square d, float *to, int64_t step) {
 #pragma GCC unroll 4
@@ -118,8 +155,8 @@ GF_INLINE void load_positions(const float *from, int64_t step, square d) {
         for (int v = 0; v < 4; v++) d[u][v] = gf_load(from + (4 * u + v) * step);
 }
 
-/* Transform the gradients of a tile's cells, the tile's number within the round being `tile`. */
-static void transform_g(const plan *p, const place *at, int64_t tile) {
+/* Transform the gradients of a tile's cells. */
+static void transform_g(const plan *p, const place *at, int64_t slot) {
     const gf_backward *t = p->task;
     const int64_t across = t->columns.out * t->co;
     const float *from = t->g + ((at->image * t->rows.out + at->row->out) * t->columns.out + at->column->out) * t->co;
@@ -134,19 +171,19 @@ static void transform_g(const plan *p, const place *at, int64_t tile) {
         spread_two(second, fourth, last);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) spread_two(left[u], last[u], d[u]);
-        store_positions(d, p->g + (c / BLOCK * p->count + tile) * BLOCK + c % BLOCK, p->g_step);
+        store_positions(d, p->g + (c / BLOCK * p->count + slot) * BLOCK + c % BLOCK, p->g_step);
     }
 }
 
 /* Transform the input's cells under a tile. */
-static void transform_x(const plan *p, const place *at, int64_t tile) {
+static void transform_x(const plan *p, const place *at, int64_t slot) {
     const gf_backward *t = p->task;
     const int64_t across = t->columns.in * t->ci, down = t->rows.in - at->row->in, right = t->columns.in - at->column->in;
     const float *from = t->x + ((at->image * t->rows.in + at->row->in) * t->columns.in + at->column->in) * t->ci;
     const int plain = at->row->plain && at->column->plain;
     for (int64_t panel = 0; panel < p->panels; panel++) {
         const int64_t start = panel_start(panel, p->vectors), end = panel_start(panel + 1, p->vectors);
-        float *to = p->x + (start * p->count + tile * (end - start)) * GF_LANES;
+        float *to = p->x + (start * p->count + slot * (end - start)) * GF_LANES;
         for (int64_t j = start; j < end; j++, to += GF_LANES) {
             const float *cells = from + j * GF_LANES;
             square d;
@@ -161,7 +198,7 @@ static void transform_x(const plan *p, const place *at, int64_t tile) {
                         d[u][v] = u < down && v < right ? gf_load(cells + u * across + v * t->ci) : (gf_vec){0};
                 mix_both(at, d, 0);
             }
-            BOTH_AXES(transform_four, d);
+            transform_square(d, 0);
             store_positions(d, to, p->x_step);
         }
     }
@@ -173,8 +210,8 @@ static void run_transforms(const void *argument, int64_t unit, void *scratch) {
     const plan *p = argument;
     for (int64_t tile = unit * GROUP; tile < gf_least(p->count, (unit + 1) * GROUP); tile++) {
         const place at = find_place(p, p->first + tile);
-        transform_g(p, &at, tile);
-        if (p->task->gw) transform_x(p, &at, tile);
+        transform_g(p, &at, p->slots[tile]);
+        if (p->task->gw) transform_x(p, &at, p->slots[tile]);
     }
 }
 
@@ -213,7 +250,12 @@ static void return_tile(const plan *p, const place *at, const float *products, i
     for (int64_t j = 0; j < width; j++) {
         square d;
         load_positions(products + j * GF_LANES, p->products_step, d);
-        BOTH_AXES(return_four, d);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) { /* positions without products */
+            if (at->row->outs == 1) d[3][k] = (gf_vec){0};
+            if (at->column->outs == 1) d[k][3] = (gf_vec){0};
+        }
+        transform_square(d, 1);
         if (!plain) mix_both(at, d, 1);
         float *cells = to + (start + j) * GF_LANES;
         for (int64_t u = 0; u < gf_least(4, down); u++)
@@ -232,12 +274,15 @@ static void run_panel(const plan *p, int64_t panel, void *scratch) {
     if (p->weight) weight = p->weight + panel * POSITIONS * p->weight_step;
     if (p->first == 0) pack_panel(p, start, width, weight);
     const under at = {.rows = p->blocks, .row = p->count * BLOCK, .runs = 1, .run = BLOCK, .pixel = BLOCK};
-    for (int64_t k = 0; k < POSITIONS; k++)
-        RUN[width - 1](p->g + k * p->g_step, &at, weight + k * p->weight_step, zeros, products + k * p->products_step,
-                       width * GF_LANES, p->count, 0);
+    for (int64_t k = 0; k < POSITIONS; k++) {
+        const range tiles = find_range(p, k);
+        const float *g = p->g + k * p->g_step + tiles.start * BLOCK;
+        float *to = products + k * p->products_step + tiles.start * width * GF_LANES;
+        RUN[width - 1](g, &at, weight + k * p->weight_step, zeros, to, width * GF_LANES, tiles.count, 0);
+    }
     for (int64_t tile = 0; tile < p->count; tile++) {
         const place where = find_place(p, p->first + tile);
-        return_tile(p, &where, products + tile * width * GF_LANES, start, width);
+        return_tile(p, &where, products + p->slots[tile] * width * GF_LANES, start, width);
     }
 }
 
@@ -291,21 +336,23 @@ static void finish_block(const plan *p, int64_t block, const float *sums) {
 static void run_block(const plan *p, int64_t block, void *scratch) {
     const int64_t ci = p->task->ci;
     float *sums = p->sums ? p->sums + block * POSITIONS * BLOCK * ci : scratch;
-    for (int64_t k = 0; k < POSITIONS; k++)
+    for (int64_t k = 0; k < POSITIONS; k++) {
+        const range tiles = find_range(p, k);
         for (int64_t panel = 0; panel < p->panels; panel++) {
             const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start;
-            const float *x = p->x + k * p->x_step + start * p->count * GF_LANES;
+            const float *x = p->x + k * p->x_step + (start * p->count + tiles.start * width) * GF_LANES;
             for (int64_t o = 0; o < BLOCK; o += ROWS) {
-                const float *g = p->g + k * p->g_step + block * p->count * BLOCK + o;
+                const float *g = p->g + k * p->g_step + (block * p->count + tiles.start) * BLOCK + o;
                 float *to = sums + (k * BLOCK + o) * ci + start * GF_LANES;
                 if (width == 1)
-                    add_outer(g, x, p->count, p->first > 0, to, ci, 1);
+                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 1);
                 else if (width == 2)
-                    add_outer(g, x, p->count, p->first > 0, to, ci, 2);
+                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 2);
                 else
-                    add_outer(g, x, p->count, p->first > 0, to, ci, 3);
+                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 3);
             }
         }
+    }
     if (p->first + p->count == p->total) finish_block(p, block, sums);
 }
 
@@ -345,6 +392,7 @@ int GF_LEVEL(gf_backward)(const gf_backward *t, int threads) {
     int failed = 0;
     for (; p.first < p.total && !failed; p.first += p.count) {
         p.count = gf_least(most, p.total - p.first);
+        order_tiles(&p);
         failed = gf_parallel(run_transforms, &p, gf_ceil_div(p.count, GROUP), threads, 0);
         if (!failed) failed = gf_parallel(run_products, &p, p.parts + (t->gw ? p.blocks : 0), threads, scratch);
     }

@@ -125,6 +125,8 @@ def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
 
 TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """What F(2×2, 3×3) makes of three taps."""
+MOST_MIXED = 16
+"""The largest factor of a mixture, pixels of a patch by those of a partial one: sums that cancel round by as much."""
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +150,7 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
             mix[3, :in_cells], outs = mixed[out + 1, 2], 2
         read = np.flatnonzero(mix.any(0))
         first = min(read.min(initial=seen), max(0, in_cells - 4))
-        if first > seen or read.max(initial=first) >= first + 4:
+        if first > seen or read.max(initial=first) >= first + 4 or np.abs(mix).max() > MOST_MIXED:
             return None  # cells that nobody reads, or far ones
         window = mix[:, first : first + 4]
         tiles.append((out, outs, first, seen, first + 4 <= in_cells and patches.is_identity(window), window))
