@@ -139,9 +139,9 @@ def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layou
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rounds_of_tiles_add_up(threads):
-    axis = Axis(3, 1, 1, 1, 55, 55, 2, 2)
+    axis = Axis(3, 1, 1, 1, 79, 79, 2, 2)
     geometry = make_geometry(axis, axis, 1, False)
-    g, kept = (make_map(32, (28, 28), torch.channels_last, seed) for seed in (1, 2))
+    g, kept = (make_map(32, (40, 40), torch.channels_last, seed) for seed in (1, 2))
     w = draw(32, 32, 3, 3)
     want = twin.product_gradients(g, kept, w, geometry, True)
     before = torch.get_num_threads()

@@ -15,8 +15,8 @@
 
 enum { POSITIONS = 16, BLOCK = GF_CHANNELS, GROUP = 8 };
 
-/* Tiles in a round. Of twice as many, those of 512 channels no longer stay in the second cache. */
-enum { MOST_TILES = 128 };
+/* Tiles in a round: as many as keep a position of all channels in the second cache, for at its end threads wait. */
+enum { LEAST_TILES = 128, MOST_TILES = 512, TILE_FLOATS = 65536 };
 
 /* In which order tiles stand, by the axes along which they have two cells. */
 enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
@@ -370,7 +370,8 @@ int GF_LEVEL(gf_backward)(const gf_backward *t, int threads) {
     p.total = t->n * p.image;
     p.panels = count_panels(p.vectors);
     p.parts = t->gx ? p.panels : 0;
-    const int64_t most = gf_least(p.total, MOST_TILES), widest = gf_least(p.vectors, 3) * GF_LANES;
+    const int64_t fitting = gf_least(MOST_TILES, TILE_FLOATS / gf_most(t->co, t->ci));
+    const int64_t most = gf_least(p.total, gf_most(LEAST_TILES, fitting)), widest = gf_least(p.vectors, 3) * GF_LANES;
     const int alone = most == p.total;
     p.g_step = spread(most * t->co);
     p.x_step = spread(most * t->ci);
