@@ -33,8 +33,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
 
     Equation: with T the tap matrices (design §2, Galerkin projection of the convolution onto patch-constant maps),
         gx = Σ_uv T_uᵀ (w[u,v]ᵀ G) T_v,        gw[u,v] = Σ G · (T_u x̄ T_vᵀ).
-    Cost: about 1/r² of the exact backward, and half of that by Winograd's F(2×2, 3×3) where the library has it. Elsewhere as one
-    ordinary convolution with the lifted kernel where every patch is whole, else as matrix products with T.
+    Cost: about 1/r² of the exact backward, and half of that by Winograd's F(2×2, 3×3) where the library runs it. Elsewhere as
+    one ordinary convolution with the lifted kernel where every patch is whole, else as matrix products with T.
     Exact when: gx always is the exact projection; gw when x is constant in each patch, and for 1×1 kernels.
 
     Args:
