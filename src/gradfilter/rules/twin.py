@@ -127,7 +127,7 @@ def prefers_tiles(g: Tensor, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> b
     """Tell whether the library's Winograd kernel is the cheapest way.
 
     Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
-    two cells save products: 1.2 to 3 times faster than the others at batch 8 and more; as fast (0.96 to 1.4 times) at batch 1
+    two cells save products: 1.1 to 5 times faster than the others at batch 8 and more, and 0.96 to 2.5 times at batch 1
     with 512 channels. Where there are no such tiles, on maps of one cell or of a whole and a partial one: 0.74 to 1.02 times
     with 256 channels and more, but 1.1 to 5 times with few.
     """
