@@ -15,7 +15,7 @@ from cases import draw
 from gradfilter import native, patches
 from gradfilter.patches import Axis
 from gradfilter.rules import pooling, twin
-from gradfilter.rules.geometry import make_geometry
+from gradfilter.rules.geometry import find_tiles, make_geometry
 
 quick = settings(deadline=None, max_examples=100)
 axes = st.builds(
@@ -83,6 +83,105 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
     if gx is not None:
         assert gx.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(twin.paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
+
+
+threes = st.builds(
+    Axis,
+    kernel=st.just(3),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    before=st.integers(0, 3),
+    in_size=st.integers(1, 40),
+    out_size=st.integers(1, 40),
+    in_patch=st.integers(1, 7),
+    out_patch=st.integers(1, 7),
+    transposed=st.booleans(),
+)
+same = st.builds(
+    lambda size, patch, dilation: Axis(3, 1, dilation, dilation, size, size, patch, patch),
+    st.integers(1, 40),
+    st.integers(1, 7),
+    st.integers(1, 2),
+)
+"""Those of most networks: a map as large as the input, one tiling."""
+channels = st.sampled_from([16, 32, 48, 80])
+
+
+@pytest.mark.usefixtures("level")
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+@given(st.one_of(same, threes), st.one_of(same, threes), layouts, layouts, channels, channels, st.integers(1, 3), st.booleans())
+def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layout, other, co, ci, n, need_gx):
+    assume(rows.transposed == columns.transposed)
+    geometry = make_geometry(rows, columns, 1, False)
+    assume(geometry.tiles is not None)
+    assert geometry.tiles is not None
+    maps = draw(n, co, *geometry.out_cells, seed=1), draw(n, ci, *geometry.in_cells, seed=2)
+    w = draw(co, ci, 3, 3, seed=3).contiguous(memory_format=other)
+    want = twin.separable_gradients(*maps, w, geometry, True)
+    g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, (layout, other), strict=True))
+    assert native.can_tile(g, w.float())
+    got = native.tile_gradients(g, kept, w.float(), *geometry.tiles, need_gx=need_gx)
+    assert (got[0] is not None) == need_gx
+    for mine, theirs in zip(got, want, strict=True):
+        if mine is not None and theirs is not None:
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=3e-5 * float(theirs.abs().max()) + 1e-6)
+            assert mine.is_contiguous(memory_format=torch.channels_last)
+    if need_gx:
+        alone = native.tile_gradients(g, None, w.float(), *geometry.tiles, need_gx=True)
+        assert torch.equal(alone[0], got[0])  # type: ignore[arg-type]
+        assert alone[1] is None
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rounds_of_tiles_add_up(threads):
+    axis = Axis(3, 1, 1, 1, 79, 79, 2, 2)
+    geometry = make_geometry(axis, axis, 1, False)
+    g, kept = (make_map(32, (40, 40), torch.channels_last, seed) for seed in (1, 2))
+    w = draw(32, 32, 3, 3)
+    want = twin.product_gradients(g, kept, w, geometry, True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3, check_dtype=False)
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize(
+    ("size", "patch", "channels", "runs"),
+    [
+        (14, 7, 128, True),
+        (14, 4, 128, True),  # 3 + 1 cells: two of them share a tile
+        (7, 4, 128, False),  # 1 + 1
+        (7, 4, 64, True),  # few channels
+        (14, 7, 120, False),  # no whole vectors
+    ],
+)
+def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channels, runs, monkeypatch):
+    calls = []
+    monkeypatch.setattr(native, "tile_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
+    axis = Axis(3, 1, 1, 1, size, size, patch, patch)
+    geometry = make_geometry(axis, axis, 1, False)
+    g, kept = (make_map(channels, geometry.out_cells, torch.channels_last, seed) for seed in (1, 2))
+    w = draw(channels, channels, 3, 3)
+    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    assert len(calls) == runs
+    twin.conv_gradients(g, kept, w, geometry, need_gx=True)
+    with native.off():
+        twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    assert len(calls) == runs
+
+
+def test_a_small_partial_patch_is_not_mixed():
+    assert find_tiles(Axis(3, 1, 1, 1, 33, 33, 16, 16)) is not None
+    assert find_tiles(Axis(3, 1, 1, 1, 35, 35, 17, 17)) is None
 
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")

@@ -391,11 +391,10 @@ def lumped_matrix(axis: Axis) -> Matrix:
     return np.divide(under, total, out=np.zeros_like(under), where=total > 0)
 
 
-@lru_cache(maxsize=4096)
-def lift_axis(axis: Axis) -> Lift | None:
-    """Return the axis as an ordinary coarse convolution, or `None` where partial patches make it irregular.
+def lift_patch(axis: Axis) -> tuple[Matrix, int, int] | None:
+    """Return A [coarse taps, taps] of a whole patch inside the map, the first coarse tap and the coarse stride, if it is whole.
 
-    A[δ, u] = (1/ro) · #{ i in [0, ro) : ⌊(s·i + d·u − p)/ri⌋ = δ }, and T_u[I, J] = A[J − I·s·ro/ri, u] in every row.
+    A[δ, u] = (1/ro) · #{ i in [0, ro) : ⌊(s·i + d·u − p)/ri⌋ = δ }.
     """
     over, under = (1, axis.stride) if axis.transposed else (axis.stride, 1)
     stride, rest = divmod(over * axis.out_patch, under * axis.in_patch)
@@ -407,7 +406,19 @@ def lift_axis(axis: Axis) -> Lift | None:
     first, last = int(delta.min()), int(delta.max())
     matrix = np.zeros((last - first + 1, axis.kernel))
     np.add.at(matrix, (delta - first, tap), 1.0 / axis.out_patch)
+    return matrix, first, stride
 
+
+@lru_cache(maxsize=4096)
+def lift_axis(axis: Axis) -> Lift | None:
+    """Return the axis as an ordinary coarse convolution, or `None` where partial patches make it irregular.
+
+    T_u[I, J] = A[J − I·s·ro/ri, u] in every row.
+    """
+    lifted = lift_patch(axis)
+    if lifted is None:
+        return None
+    matrix, first, stride = lifted
     taps = tap_matrices(axis)
     out_cells, in_cells = taps.shape[1:]
     column = np.arange(in_cells) - stride * np.arange(out_cells)[:, None] - first

@@ -4,12 +4,14 @@
 convolution that ends in such a pass, and `expand` a pointwise and a depthwise one without the map between them;
 `scale_by_counts` is the gradient of an activation, `norm_back` and `norm_end` those of a batch norm; `pool_mean`, `pool_sum`
 and `unpool` go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients`
-is the way back through a depthwise convolution at patch resolution; `empty` makes large tensors on blocks that come back.
+is the way back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one of 3×3 taps; `empty`
+makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
 
 from gradfilter.native.affine import NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
+from gradfilter.native.backward import TILE, AxisTiles, can_tile, tile_gradients
 from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, make_cells, prefers
 from gradfilter.native.expand import can_expand, expand, prefers_expand
 from gradfilter.native.fused import fold, norm_act
@@ -29,8 +31,10 @@ __all__ = [
     "RELU",
     "RELU6",
     "SILU",
+    "TILE",
     "Act",
     "AxisPairs",
+    "AxisTiles",
     "BlockBytes",
     "Cells",
     "Ending",
@@ -47,6 +51,7 @@ __all__ = [
     "can_read",
     "can_run",
     "can_scale",
+    "can_tile",
     "convolve",
     "empty",
     "expand",
@@ -70,6 +75,7 @@ __all__ = [
     "prefers",
     "prefers_expand",
     "scale_by_counts",
+    "tile_gradients",
     "torch_norm_act",
     "torch_norm_back",
     "torch_norm_end",

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad, profiler
 logger = logging.getLogger(__name__)
 
 ABI = 8
-ENTRIES = "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs".split()
+ENTRIES = "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs backward".split()
 """The library's functions that take a task and a number of threads."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""

@@ -1,14 +1,19 @@
-/* The entry point of a depthwise convolution's gradients at patch resolution. */
+/* The entry points of convolutions' gradients at patch resolution. */
 #include <string.h>
 
+#include "backward.h"
 #include "pairs.h"
 
 gf_run_pairs gf_pairs_base;
+gf_run_backward gf_backward_base;
 #ifdef GF_HAS_X86_LEVELS
 gf_run_pairs gf_pairs_avx2, gf_pairs_avx512;
+gf_run_backward gf_backward_avx2, gf_backward_avx512;
 static gf_run_pairs *const PAIRS[] = {gf_pairs_base, gf_pairs_avx2, gf_pairs_avx512};
+static gf_run_backward *const BACKWARD[] = {gf_backward_base, gf_backward_avx2, gf_backward_avx512};
 #else
 static gf_run_pairs *const PAIRS[] = {gf_pairs_base};
+static gf_run_backward *const BACKWARD[] = {gf_backward_base};
 #endif
 
 static int64_t count_pairs(const gf_pair_axis *axis) { return axis->start[axis->in]; }
@@ -18,4 +23,11 @@ GF_EXPORT int gf_pairs_map(const void *packed, int threads) {
     memcpy(&task, packed, sizeof task); /* the caller's bytes have no alignment */
     const int64_t pairs = count_pairs(&task.rows) * count_pairs(&task.columns);
     return PAIRS[gf_level()](&task, gf_useful_threads(threads, task.n * task.c * (1 + pairs / 4)));
+}
+
+GF_EXPORT int gf_backward_map(const void *packed, int threads) {
+    gf_backward task;
+    memcpy(&task, packed, sizeof task);
+    const int64_t tiles = task.n * task.rows.count * task.columns.count;
+    return BACKWARD[gf_level()](&task, gf_useful_threads(threads, tiles * task.co * task.ci));
 }

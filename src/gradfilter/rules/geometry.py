@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradfilter import patches
-from gradfilter.native import AxisPairs
+from gradfilter.native import TILE, AxisPairs, AxisTiles
 from gradfilter.patches import Axis, Lift, Matrix, Pair, constant, count_cells
 
 SMALL = 64
@@ -99,6 +99,12 @@ class Geometry:
         return np.kron(rows, columns)
 
     @cached_property
+    def tiles(self) -> tuple[AxisTiles, AxisTiles] | None:
+        """The tiles of Winograd's F(2×2, 3×3) per axis, where the kernel and its coarse twin have three taps each."""
+        rows, columns = find_tiles(self.rows), find_tiles(self.columns)
+        return None if rows is None or columns is None else (rows, columns)
+
+    @cached_property
     def stacked(self) -> tuple[Matrix, Matrix]:
         """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
         rows, columns = self.taps
@@ -115,6 +121,41 @@ def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
     pairs = np.column_stack([out_cell, number.reshape(-1)]).astype(np.int32)
     start = np.searchsorted(in_cell, np.arange(taps.shape[2] + 1)).astype(np.int32)
     return AxisPairs(start, pairs, taps.shape[1], len(distinct)), distinct
+
+
+TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+"""What F(2×2, 3×3) makes of three taps."""
+MOST_MIXED = 16
+"""The largest factor of a mixture, pixels of a patch by those of a partial one: sums that cancel round by as much."""
+
+
+@lru_cache(maxsize=4096)
+def find_tiles(axis: Axis) -> AxisTiles | None:
+    """Return the tiles of an axis, or `None` where its coarse twin is not a kernel of three taps without a stride.
+
+    Every row of the tap matrices is the lifted kernel A on a mixture E of input cells, T_u[I, J] = Σ_δ A[δ, u] E[δ, J]: the
+    cells themselves where patches are whole. Two output cells share a tile where the second's mixture is the first's, one on.
+    """
+    lifted = patches.lift_patch(axis)
+    if lifted is None or lifted[0].shape != (3, 3) or lifted[2] != 1 or abs(np.linalg.det(lifted[0])) < 1e-6:
+        return None
+    taps = patches.tap_matrices(axis)
+    out_cells, in_cells = taps.shape[1:]
+    mixed = np.linalg.solve(lifted[0].T, taps.reshape(3, -1)).reshape(taps.shape).transpose(1, 0, 2).round(12)
+    tiles, out, seen = [], 0, 0
+    while out < out_cells:
+        mix, outs = np.zeros((4, in_cells + 4)), 1
+        mix[:3, :in_cells] = mixed[out]
+        if out + 1 < out_cells and np.array_equal(mixed[out, 1:], mixed[out + 1, :2]):
+            mix[3, :in_cells], outs = mixed[out + 1, 2], 2
+        read = np.flatnonzero(mix.any(0))
+        first = min(read.min(initial=seen), max(0, in_cells - 4))
+        if first > seen or read.max(initial=first) >= first + 4 or np.abs(mix).max() > MOST_MIXED:
+            return None  # cells that nobody reads, or far ones
+        window = mix[:, first : first + 4]
+        tiles.append((out, outs, first, seen, first + 4 <= in_cells and patches.is_identity(window), window))
+        seen, out = min(first + 4, in_cells), out + outs
+    return AxisTiles(np.array(tiles, TILE), TRANSFORM @ lifted[0], (in_cells, out_cells)) if seen == in_cells else None
 
 
 @constant
