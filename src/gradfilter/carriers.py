@@ -167,7 +167,7 @@ class Rebind(Function):
 def is_exit(node: Any, output: int) -> bool:
     """Tell whether an output of a place in the graph is a value of a region, so that whoever uses it there ends the region."""
     made_by = getattr(node, "_forward_cls", None)
-    return output == 0 and made_by is not None and issubclass(made_by, (Exit, Rebind, Carry))
+    return output == 0 and made_by is not None and (made_by in (Exit, Rebind) or issubclass(made_by, Carry))
 
 
 class Enter(Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ TILE = np.dtype([("out", "i4"), ("outs", "i4"), ("in", "i4"), ("seen", "i4"), ("
 """`gf_axis_tile` of backward.h."""
 
 
-class AxisTiles(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AxisTiles:
     """The tiles of one axis: one or two output cells each, and the input cells that these read.
 
     Attributes:
@@ -33,7 +35,7 @@ class AxisTiles(NamedTuple):
     taps: np.ndarray
     cells: tuple[int, int]
 
-    @property
+    @cached_property
     def fields(self) -> tuple[int | float, ...]:
         """The fields of `gf_tile_axis`."""
         return self.tiles.ctypes.data, len(self.tiles), *self.cells, *self.taps.flat

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ _MOST_COEFFICIENTS = 256
 """Those of one channel: with more of them, a unit of work would not stay in the cache."""
 
 
-class AxisPairs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AxisPairs:
     """Along one axis, which output cells each input cell is read by, and how much.
 
     Attributes:
@@ -35,7 +37,7 @@ class AxisPairs(NamedTuple):
     out: int
     coefficients: int
 
-    @property
+    @cached_property
     def fields(self) -> tuple[int, ...]:
         """The fields of `gf_pair_axis`."""
         return self.start.ctypes.data, self.pairs.ctypes.data, len(self.start) - 1, self.out, self.coefficients

@@ -268,7 +268,9 @@ def run_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Pat
         # Broadcast over the map, but not over the other axes: less to keep.
         frozen = factor.to(y.dtype).reshape(*[1] * (y.dim() - factor.dim()), *factor.shape)
         frozen = frozen.expand(x.spatial.resize(frozen.shape, spatial_size(x)))
-        carrier = Derivative.apply(y, (hold(pool_mean(frozen, x.patch, x.spatial)),), carrier)
+        slopes = (hold(pool_mean(frozen, x.patch, x.spatial)),)
+        out = Out(y, x.patch, x.choices, PatchTensor, x.spatial)
+        return emit_into(x if inplace else None, Derivative, out, slopes, carrier)
     return finish(x, y, carrier, inplace=inplace)  # type: ignore[arg-type]
 
 

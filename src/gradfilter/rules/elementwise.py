@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +18,12 @@ from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
-from gradfilter.recipe import Recipe
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import PatchTensor, defer, emit_into, finish, hold_map, is_live, is_traced, pixels, rule
 
 
-class Derivative(Function):
+class Derivative(Carry):
     """Carry a gradient back through an elementwise f of one or more maps.
 
     Equation: Gx = G · D with D the mean over the patch of ∂f/∂x, for each map x.
@@ -32,15 +32,16 @@ class Derivative(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, derivatives: tuple[Kept, ...], *carriers: Tensor) -> Tensor:
+    def forward(ctx: Any, derivatives: tuple[Kept, ...], *rest: Any) -> tuple[Tensor, Tensor]:
+        carrier, *_, changed, out = rest  # a carrier for each map
         save(ctx, derivatives)
-        return make_carrier(carriers[0].shape, y)
+        return carry(ctx, carrier.shape, out, changed)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True))
+        needed = ctx.needs_input_grad[1:-2]
+        return None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True)), None, None
 
 
 class StepDerivative(Carry):
@@ -152,31 +153,47 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     act, slopes, fused = make_act(start, end, slope), (slope, 1.0), None
     if is_map(x, x.spatial):
-        recipe = wait_with(x, act) if x.patch != (1, 1) and x.choices.keep == FULL else None
-        if recipe is not None:
-            return end_later(x, recipe, slopes, inplace)
+        later = end_later(x, act, inplace, lambda count: (StepDerivative, x.carrier, count, slopes))
+        if later is not None:
+            return later
         fused = run_act(x, act, inplace)
     with torch.no_grad():
         y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y
         count = None if fused is None else fused.slope
         if count is None:
             count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
+    mean = None if fused is None else fused.mean
+    return emit_act(x, y, mean, inplace, StepDerivative, x.carrier, hold(count), slopes)
+
+
+def emit_act(x: PatchTensor, y: Tensor, mean: Tensor | None, inplace: bool, function: type[Carry], *args: Any) -> Tensor:
+    """Return an activation of x with the value y: the result of `function` with these arguments."""
     out = Out(y, x.patch, x.choices, PatchTensor, x.spatial)
-    z = emit_into(x if inplace else None, StepDerivative, out, x.carrier, hold(count), slopes)
-    if fused is not None and fused.mean is not None and isinstance(z, PatchTensor):
-        z.means[z.patch] = fused.mean
+    z = emit_into(x if inplace else None, function, out, *args)
+    if mean is not None and isinstance(z, PatchTensor):
+        z.means[z.patch] = mean
     return z
 
 
-def end_later(x: PatchTensor, recipe: Recipe, slopes: tuple[float, float], inplace: bool) -> Tensor:
-    """Return a piecewise linear activation of x that waits, too, for the convolution behind it."""
+def end_later(x: PatchTensor, act: Act, inplace: bool, call: Callable[[Kept], tuple[Any, ...]]) -> Tensor | None:
+    """Return an activation of x that waits for the convolution behind it; `None` where it does not.
+
+    Args:
+        x: The map.
+        act: The activation.
+        inplace: Whether x itself is the result.
+        call: From what will be known of the slopes to the function of autograd and its arguments.
+    """
+    recipe = wait_with(x, act) if x.patch != (1, 1) and x.choices.keep == FULL else None
+    if recipe is None:
+        return None
     assert recipe.ended is not None
     assert recipe.ended.cells.slope is not None
-    args = x.carrier, Kept((recipe.ended.cells.slope,), recipe.ended.promise), slopes
+    function, *args = call(Kept((recipe.ended.cells.slope,), recipe.ended.promise))
     if not inplace:
-        return defer(recipe, StepDerivative, x.patch, x.choices, *args, None)
+        return defer(recipe, function, x.patch, x.choices, *args, None)
     wait(x, recipe)
-    return emit_into(x, StepDerivative, Out(x.value, x.patch, x.choices, PatchTensor, x.spatial), *args)
+    return emit_act(x, x.value, None, inplace, function, *args)
 
 
 ACTIVATIONS = (
@@ -198,12 +215,14 @@ SMOOTH = {"hardswish": HARDSWISH, "silu": SILU}
 
 def run_smooth(x: PatchTensor, act: Act, inplace: bool) -> Tensor | None:
     """Return an activation of a map in one pass with what waits for it, `None` where there is no such pass."""
+    if (later := end_later(x, act, inplace, lambda slope: (Derivative, (slope,), x.carrier))) is not None:
+        return later
     with torch.no_grad():
         fused = run_act(x, act, inplace)
         slope = None if fused is None else hold_map(fused.slope, x.choices, x.spatial)
     if fused is None or slope is None:
         return None
-    return finish(x, fused.y, Derivative.apply(fused.y, (slope,), x.carrier), inplace=inplace, mean=fused.mean)  # type: ignore[arg-type]
+    return emit_act(x, fused.y, fused.mean, inplace, Derivative, (slope,), x.carrier)
 
 
 @rule(*find_functions(*ACTIVATIONS, *FUNCTIONS, *DROPOUTS), any_layout=True)
@@ -244,8 +263,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     slopes = [pool_mean(d, met.patch, met.layout) for d in grads]
     bounded = func.__name__.rstrip("_") in (*ACTIVATIONS, *DROPOUTS)
     derivatives = tuple(hold_map(d, met.choices, met.layout) if bounded else hold(d) for d in slopes)
-    carrier: Tensor = Derivative.apply(y, derivatives, *met.carriers)  # type: ignore[assignment]
-    return met.finish(y, carrier, args[0] if inplace else None)
+    return emit_into(args[0] if inplace else None, Derivative, met.make_out(y), derivatives, *met.carriers)
 
 
 class PReLU(Function):

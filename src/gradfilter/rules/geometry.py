@@ -17,21 +17,24 @@ SMALL = 64
 """Up to so many cells, both axes of the tap matrices fit in one matrix."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Geometry:
-    """The shape of one convolution between two tiled maps, everything but batch, channels and weights."""
+    """The shape of one convolution between two tiled maps, everything but batch, channels and weights.
+
+    `make_geometry` makes each once: two are the same if they are one object, which is all that caches need to compare.
+    """
 
     rows: Axis
     columns: Axis
     groups: int
     lumped: bool
 
-    @property
+    @cached_property
     def out_patch(self) -> Pair:
         """The patch of the output."""
         return self.rows.out_patch, self.columns.out_patch
 
-    @property
+    @cached_property
     def out_cells(self) -> Pair:
         """The number of output patches."""
         return count_cells((self.rows.out_size, self.columns.out_size), self.out_patch)
@@ -70,7 +73,7 @@ class Geometry:
         rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
         return None if rows is None or columns is None else (rows, columns)
 
-    @property
+    @cached_property
     def in_cells(self) -> Pair:
         """The number of input patches."""
         return count_cells((self.rows.in_size, self.columns.in_size), (self.rows.in_patch, self.columns.in_patch))

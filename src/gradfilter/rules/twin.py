@@ -164,7 +164,7 @@ def to_map(rows: Tensor, n: int, cells: Pair) -> Tensor:
 
 def product(rows: Tensor, w: Tensor) -> Tensor:
     """Return rows · w, on memory that is used again where it can be."""
-    if rows.dtype is not torch.float32 or not native.can_run(rows[None, None]):
+    if rows.dtype is not torch.float32 or not rows.is_cpu or not native.is_on():
         return rows @ w
     return torch.mm(rows, w, out=native.empty((len(rows), w.shape[1])))
 
