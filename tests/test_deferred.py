@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
+from torch.utils._pytree import tree_map_only
 
 import gradfilter as gf
 from cases import make_torchvision
@@ -286,3 +287,57 @@ def test_nothing_stays_behind(name):
         assert all(reference() is None for reference in seen)
     finally:
         gc.enable()
+
+
+class Scaled(torch.Tensor):
+    """Weights that are held as small integers and a factor: their own address is that of nothing."""
+
+    codes: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, strides=codes.stride())  # type: ignore[attr-defined]
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        args, kwargs = tree_map_only(cls, lambda w: w.codes.float() / 64, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def test_weights_of_another_class():
+    outcomes = []
+    for wrap in (Scaled, lambda codes: codes.float() / 64):
+        model = gf.apply_(make_parts(make_use(EXPANDED["mobile"])), make_plan())
+        for name in ("grow", "taps", "last"):
+            conv = model.get_submodule(name)
+            codes = torch.randint(-9, 9, conv.weight.shape, generator=torch.Generator().manual_seed(4), dtype=torch.int8)  # type: ignore[arg-type]
+            conv.weight = torch.nn.Parameter(wrap(codes))
+        outcomes.append(run_step(model, draw_images(2, 3, 9, 10)))
+    assert_same(*outcomes)
+
+
+def test_torchs_default_dtype_is_nobodys_business():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = make_parts(make_use(EXPANDED["mobile"]))
+
+        def forward(self, x):
+            return self.parts(F.max_pool2d(F.relu(self.parts.wide(self.parts.stem(x)))[:, :3], 2))
+
+    x, outcomes = draw_images(2, 3, 18, 20), []
+    for dtype in (torch.float32, torch.float64):
+        model = gf.apply_(Net(), make_plan())
+        torch.set_default_dtype(dtype)
+        try:
+            outcomes.append(run_step(model, x))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert outcomes[0].error is None
+    assert_same(*outcomes)

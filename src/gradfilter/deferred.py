@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from gradfilter import native
 from gradfilter.carriers import make_carrier
+from gradfilter.keep.base import Promise, is_saving_watched
 from gradfilter.native import IDENTITY, Act, Ending, Fused, make_cells
 from gradfilter.patches import Pair
-from gradfilter.recipe import Ended, Promise, Recipe, start
+from gradfilter.recipe import Ended, Recipe, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
@@ -179,7 +180,7 @@ def wait_with(x: Handle, act: Act) -> Recipe | None:
     What backward needs of it, patch means and slopes, is saved before it is computed: nobody may look at it when it is.
     """
     recipe = x.recipe
-    if recipe is None or not recipe.may_expand or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+    if recipe is None or not recipe.may_expand or is_saving_watched():
         return None
     cells = make_cells(recipe.shape, Ending(None, None, None, act, x.patch))
     return recipe._replace(ended=Ended(act, x.patch, cells, Promise(resolve)))

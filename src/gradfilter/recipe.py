@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradfilter import native
 from gradfilter.errors import InputError
+from gradfilter.keep.base import Promise
 from gradfilter.native import IDENTITY, Act, Cells, Ending, Fused
 from gradfilter.patches import Pair
 
@@ -50,36 +49,6 @@ class Convolution(NamedTuple):
         """Compute act(conv(x)·scale + shift + residual)."""
         where = self.stride, self.padding, self.dilation, self.size
         return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual, cells=cells)
-
-
-class Promise:
-    """What opens, in backward, patch means and slopes of a map that waited when autograd saved them.
-
-    Attributes:
-        kept: Whether they are there.
-        resolve: What computes a tensor that waits.
-        waiting: The tensors with which they are computed.
-    """
-
-    __slots__ = ("kept", "resolve", "waiting")
-
-    def __init__(self, resolve: Callable[[Any], None]) -> None:
-        """Start with nothing computed."""
-        self.kept, self.resolve = False, resolve
-        self.waiting: list[weakref.ref[Any]] = []
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the first of the tensors that were saved, as `keep.base.take` does, once it is computed."""
-        for reference in self.waiting if not self.kept else ():  # whoever had a gradient without having a value
-            x = reference()
-            if x is not None and x.recipe is not None and not self.kept:
-                self.resolve(x)
-        if not self.kept:
-            raise InputError(
-                "a gradient came back to a layer whose output was never computed, for nobody read it and it is gone. Hold the "
-                "tensors that you differentiate until backward is over."
-            )
-        return tensors[0]
 
 
 class Ended(NamedTuple):
@@ -134,6 +103,7 @@ class Recipe(NamedTuple):
             conv is not None
             and conv.kernel == "dense"
             and conv.w.shape[2:] == conv.stride == (1, 1)
+            and conv.padding == (0, 0)
             and conv.w.shape[0] >= 2 * conv.w.shape[1]
             and self.residual is None
             and self.ended is None

@@ -151,9 +151,12 @@ class PatchTensor(Handle):
                 return func(*args, **(kwargs or {}))
             found = RULES.get(func) if torch.is_grad_enabled() else None
             if found is None and getattr(func, "__name__", "") == "__set__":  # autograd sets attributes, too, from within
+                sets_data = func == SET_DATA and isinstance(args[0], PatchTensor)
+                if sets_data and args[0].recipe is not None:  # whose means and slopes somebody may have been promised
+                    resolve(args[0])
                 func(*args, **(kwargs or {}))
-                if func == SET_DATA and isinstance(args[0], PatchTensor):  # another storage: not the carrier's value
-                    args[0].recipe, args[0].value, args[0].seen_version = None, args[1].detach(), -1
+                if sets_data:  # another storage: not the carrier's value
+                    args[0].value, args[0].seen_version = args[1].detach(), -1
                 return None
             if func is Tensor.tolist:  # which torch refuses for tensors with a `__torch_dispatch__`
                 return pixels(args[0]).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gradfilter.errors import PlanError
+from gradfilter.errors import InputError, PlanError
 
 KEEPS: dict[str, type[Keep]] = {}
 """The keeps by name."""
@@ -38,10 +39,53 @@ def take(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
+class Promise:
+    """What opens patch means and slopes of a map that waits: autograd saves them before they are computed.
+
+    Attributes:
+        kept: Whether they are there.
+        resolve: What computes a tensor that waits.
+        waiting: The tensors with which they are computed.
+    """
+
+    __slots__ = ("kept", "resolve", "waiting")
+
+    def __init__(self, resolve: Callable[[Any], None]) -> None:
+        """Start with nothing computed."""
+        self.kept, self.resolve = False, resolve
+        self.waiting: list[weakref.ref[Any]] = []
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a tensor that was held as it is, once it is computed."""
+        self.keep()
+        return tensors[0]
+
+    def keep(self) -> None:
+        """Compute what has not been: somebody has a gradient without having had a value, or looks at what is saved."""
+        for reference in () if self.kept else self.waiting:
+            x = reference()
+            if x is not None and x.recipe is not None and not self.kept:
+                self.resolve(x)
+        if not self.kept:
+            raise InputError(
+                "a gradient came back to a layer whose output was never computed, for nobody read it and it is gone. Hold the "
+                "tensors that you differentiate until backward is over."
+            )
+
+
 def save(ctx: Any, kept: Sequence[Kept | None], *others: Tensor | None) -> None:
     """Save what is held of some tensors, and other tensors as they are, for the backward of a function."""
+    if is_saving_watched():
+        for entry in kept:
+            if entry is not None and isinstance(entry.open, Promise):
+                entry.open.keep()
     ctx.held = [None if entry is None else (len(entry.tensors), entry.open) for entry in kept]
     ctx.save_for_backward(*(tensor for entry in kept if entry is not None for tensor in entry.tensors), *others)
+
+
+def is_saving_watched() -> bool:
+    """Tell whether somebody looks at tensors when autograd saves them: hooks that pack them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 def load(ctx: Any) -> tuple[Any, ...]:

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradfilter.native.library import call, can_run
+from gradfilter.native.memory import empty
 
 _BACK = struct.Struct("2q d 6Q")
 """`gf_norm_back` of kernels.h."""
@@ -43,7 +45,7 @@ def norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: 
     if not (_is_rows(g) and _are_readable(gamma, var)):
         return torch_norm_back(g, gamma, var, eps, scales)
     channels = g.shape[1]
-    scale, total = torch.empty(channels), torch.empty(channels)
+    scale, total = empty((channels,)), empty((channels,))
     scaled = torch.empty_like(g) if scales else None
     task = _BACK.pack(
         g.numel() // channels,
@@ -95,8 +97,8 @@ def norm_end(
     if not (_are_alike(gw, w) and _are_readable(*back[:2], b, mu, var)):
         return torch_norm_end(gw, w, back, b, mu, var, eps, need_gamma, need_gb)
     channels = w.shape[0]
-    g_gamma = torch.empty(channels) if need_gamma else None
-    gb = torch.empty(channels) if need_gb else None
+    g_gamma = empty((channels,)) if need_gamma else None
+    gb = empty((channels,)) if need_gb else None
     task = _END.pack(
         channels,
         w.numel() // channels,
@@ -146,7 +148,7 @@ def _is_rows(g: Tensor) -> bool:
 
 def _are_alike(gw: Tensor, w: Tensor) -> bool:
     """Tell whether the library can read a kernel and its gradient: dense, in the same order."""
-    if not (gw.dtype is w.dtype is torch.float32 and gw.shape == w.shape and can_run(gw) and w.is_cpu):
+    if not (gw.dtype is w.dtype is torch.float32 and gw.shape == w.shape and can_run(gw) and _is_plain(w)):
         return False
     last = torch.channels_last
     alike = gw.is_contiguous(memory_format=last) and w.is_contiguous(memory_format=last)
@@ -155,4 +157,9 @@ def _are_alike(gw: Tensor, w: Tensor) -> bool:
 
 def _are_readable(*values: Tensor | None) -> bool:
     """Tell whether the library can read one number per channel of each."""
-    return all([v is None or (v.dtype is torch.float32 and v.is_cpu and v.is_contiguous()) for v in values])  # noqa: C419 (half the time)
+    return all([v is None or (v.dtype is torch.float32 and _is_plain(v) and v.is_contiguous()) for v in values])  # noqa: C419 (half the time)
+
+
+def _is_plain(v: Tensor) -> bool:
+    """Tell whether the numbers of a tensor are where it says, in main memory: those of a subclass may be elsewhere."""
+    return type(v) in (Tensor, Parameter) and v.is_cpu

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradfilter.native.library import call, can_run
 from gradfilter.native.memory import empty
@@ -44,7 +45,8 @@ class AxisTiles:
 def can_tile(g: Tensor, w: Tensor) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, whole vectors of channels on both sides."""
     whole = w.shape[0] % _CHANNELS == w.shape[1] % _CHANNELS == 0
-    return whole and g.dtype is w.dtype is torch.float32 and can_run(g)
+    plain = type(w) in (Tensor, Parameter) and w.is_cpu
+    return whole and plain and g.dtype is w.dtype is torch.float32 and can_run(g)
 
 
 def tile_gradients(

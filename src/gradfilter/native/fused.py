@@ -7,6 +7,7 @@ import struct
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from gradfilter.native.library import DTYPES, call, can_run, is_on, load
 from gradfilter.native.memory import empty
@@ -133,7 +134,7 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
             shift = -mean * scale if beta is None else beta - mean * scale
             return scale.float(), shift.float()
     channels = len(mean)
-    scale, shift = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
+    scale, shift = empty((channels,)), empty((channels,))
     load().gf_fold(  # type: ignore[union-attr]
         0 if gamma is None else gamma.data_ptr(),
         0 if beta is None else beta.data_ptr(),
@@ -149,4 +150,4 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
 
 def _is_readable(v: Tensor | None) -> bool:
     """Tell whether the library can read one number per channel as they are, or there are none."""
-    return v is None or (v.dtype is torch.float32 and v.is_cpu and v.is_contiguous())
+    return v is None or (type(v) in (Tensor, Parameter) and v.dtype is torch.float32 and v.is_cpu and v.is_contiguous())

@@ -108,7 +108,7 @@ def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Ten
     if g.dtype is not torch.float32 or not can_run(g) or not order.is_contiguous():
         return None
     g = g.contiguous(memory_format=torch.channels_last)
-    gx = torch.zeros(n, *in_cells, c)
+    gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
     size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
     call("max_route", task)

@@ -71,10 +71,10 @@ def empty(
     """Return a CPU tensor whose numbers are not set; a large one on a block that comes back when the tensor is freed."""
     request = _make_request(shape if isinstance(shape, tuple) else tuple(shape), dtype, memory_format)
     if request is None or _plain or not is_on():
-        return torch.empty(shape, dtype=dtype, memory_format=memory_format)
+        return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
     address = load().gf_make_tensor(*request)  # type: ignore[union-attr]
     if not address:
-        return torch.empty(shape, dtype=dtype, memory_format=memory_format)
+        return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
     return torch._C._from_dlpack(_find_wrap()(address, _NAME, None))
 
 

@@ -128,7 +128,7 @@ def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
 
 TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """What F(2×2, 3×3) makes of three taps."""
-MOST_MIXED = 16
+MOST_MIXED = 8
 """The largest factor of a mixture, pixels of a patch by those of a partial one: sums that cancel round by as much."""
 
 
