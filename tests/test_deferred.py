@@ -19,8 +19,8 @@ from deferred_nets import assert_same, count_saved, draw_images, in_order, make_
 from deferred_uses import EXPANDED, USES, make_use
 from gradfilter import native
 from gradfilter.bench.setup import shake_
+from gradfilter.emit import DeferredTensor
 from gradfilter.errors import InputError
-from gradfilter.tensor import DeferredTensor
 from random_networks import networks, sizes
 
 pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library is not built")

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 import oracles
 from cases import draw, seeded
 from gradfilter.cost import count_saved
+from gradfilter.emit import enter
 from gradfilter.errors import ExitWarning
 from gradfilter.patches import Tiling, count_cells
 from gradfilter.rules import loss as loss_rules
-from gradfilter.tensor import Choices, PatchTensor, enter
+from gradfilter.tensor import Choices, PatchTensor
 from test_rules import choose, clamp, run_rule, sides, sizes
 
 CLASSES = 3

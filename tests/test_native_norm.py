@@ -59,9 +59,9 @@ class TestEqualsTorch:
         seed=st.integers(0, 99),
     )
     def test_norm_back(self, shape, has_gamma, zero, scales, threads, seed):
-        gamma, _, var = make_norm(shape[1], seed, zero)
+        gamma, mu, var = make_norm(shape[1], seed, zero)
         g = draw_values(*shape, seed=seed + 5).contiguous(memory_format=torch.channels_last)
-        args = g, gamma if has_gamma else None, var, EPS, scales
+        args = g, native.FixedNorm(gamma if has_gamma else None, mu, var, EPS), scales
         torch.set_num_threads(threads)
         with note_calls() as calls:
             got = native.norm_back(*args)
@@ -80,12 +80,12 @@ class TestEqualsTorch:
         seed=st.integers(0, 99),
     )
     def test_norm_end(self, shape, has_bias, scaled, last, need, seed):
-        gamma, mu, var = make_norm(shape[0], seed)
+        norm = native.FixedNorm(*make_norm(shape[0], seed), EPS)
         w, gw = (draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[last]) for i in (5, 6))
         g = draw_values(2, shape[0], 3, 3, seed=seed + 7)
-        back = native.torch_norm_back(g, gamma, var, EPS, scaled)
+        back = native.torch_norm_back(g, norm, scaled)
         bias = draw_values(shape[0], seed=seed + 8) if has_bias else None
-        rest = w, back, bias, mu, var, EPS, *need
+        rest = w, bias, norm, back, *need
         expected = native.torch_norm_end(gw.clone(), *rest)
         with note_calls() as calls:
             got = native.norm_end(gw, *rest)
@@ -94,15 +94,16 @@ class TestEqualsTorch:
 
 
 def test_what_the_library_cannot_read_runs_in_torch():
-    gamma, mu, var = make_norm(20, 0)
+    norm = native.FixedNorm(*make_norm(20, 0), EPS)
     g = draw_values(2, 20, 3, 5, seed=1)  # in another memory order
     w, gw = draw_values(20, 4, 3, 3, seed=2), draw_values(20, 4, 3, 3, seed=3)
     with note_calls() as calls:
-        back = native.norm_back(g, gamma, var, EPS, True)
-        same(back, native.torch_norm_back(g, gamma, var, EPS, True))
-        native.norm_end(gw.contiguous(memory_format=torch.channels_last), w, back, None, mu, var, EPS, True, True)
-        native.norm_end(gw[:, :1].expand(20, 4, 3, 3), w, back, None, mu, var, EPS, True, True)
-        wide = native.norm_back(g.double(), gamma.double(), var.double(), EPS, True)
+        back = native.norm_back(g, norm, True)
+        same(back, native.torch_norm_back(g, norm, True))
+        native.norm_end(gw.contiguous(memory_format=torch.channels_last), w, None, norm, back, True, True)
+        native.norm_end(gw[:, :1].expand(20, 4, 3, 3), w, None, norm, back, True, True)
+        gamma, mu, var = (v.double() for v in make_norm(20, 0))
+        wide = native.norm_back(g.double(), native.FixedNorm(gamma, mu, var, EPS), True)
     assert wide.scaled is not None
     assert wide.scaled.dtype is torch.float64
     assert calls == []

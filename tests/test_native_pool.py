@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gradfilter import native, patches
+from gradfilter.emit import enter
 from gradfilter.rules import pooling
-from gradfilter.tensor import Choices, PatchTensor, enter
+from gradfilter.tensor import Choices, PatchTensor
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 

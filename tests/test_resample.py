@@ -13,10 +13,11 @@ import gradfilter as gf
 import oracles
 from cases import draw
 from gradfilter.cost import count_saved, measure_saved_bytes, predict_saved_bytes
+from gradfilter.emit import enter
 from gradfilter.errors import ExitWarning
 from gradfilter.patches import Axis, lift_axis
 from gradfilter.rules.resample import interpolate_axis
-from gradfilter.tensor import PatchTensor, enter
+from gradfilter.tensor import PatchTensor
 from helpers_safety import find_unexpected
 from test_rules import choose, clamp, kernels, run_or_skip, run_rule, sides, sizes
 

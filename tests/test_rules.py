@@ -10,9 +10,10 @@ import cases
 import gradfilter.rules  # noqa: F401
 import oracles
 from cases import CHANNELS, CONVS, FUNCTIONS, draw
+from gradfilter.emit import enter, regrid
 from gradfilter.errors import InputError, RuleError
 from gradfilter.patches import Tiling, count_cells
-from gradfilter.tensor import RULES, Choices, PatchTensor, enter, regrid, rule
+from gradfilter.tensor import RULES, Choices, PatchTensor, rule
 
 sizes = st.tuples(st.integers(1, 17), st.integers(1, 17))
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6))

@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 import gradfilter.rules  # noqa: F401  (registers the rules)
 from gradfilter.carriers import is_exit
 from gradfilter.deferred import Handle
+from gradfilter.emit import enter, regrid
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.keep import FULL, State
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import enter, is_live, is_traced, leave, plain_torch, regrid
+from gradfilter.tensor import is_live, is_traced, leave, plain_torch
 
 
 @dataclass

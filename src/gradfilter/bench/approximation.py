@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gradfilter.bench.fidelity import MODEL, find_images, load_image
 from gradfilter.bench.report import Report
+from gradfilter.emit import enter
 from gradfilter.models import find_models, make_model
 from gradfilter.patches import Pair, Tiling, make_areas, map_size, pool_sum, unpool
 from gradfilter.regions import Choices
-from gradfilter.tensor import PatchTensor, enter
+from gradfilter.tensor import PatchTensor
 
 PATCHES = (2, 4, 7)
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ makes large tensors on blocks that come back.
 with equal results.
 """
 
-from gradfilter.native.affine import NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
+from gradfilter.native.affine import FixedNorm, NormBack, norm_back, norm_end, torch_norm_back, torch_norm_end
 from gradfilter.native.backward import TILE, AxisTiles, can_tile, tile_gradients
 from gradfilter.native.conv import can_convolve, can_read, convolve, find_kernel, make_cells, prefers
 from gradfilter.native.expand import can_expand, expand, prefers_expand
@@ -39,6 +39,7 @@ __all__ = [
     "Cells",
     "Ending",
     "Expanded",
+    "FixedNorm",
     "Fused",
     "NormBack",
     "Pooled",

@@ -18,6 +18,22 @@ _END = struct.Struct("2q d q 9Q")
 """`gf_norm_end` of kernels.h."""
 
 
+class FixedNorm(NamedTuple):
+    """A batch norm with fixed statistics: γ·(x − μ)/√(var + eps) + β, one of each per channel.
+
+    Attributes:
+        gamma: Its factors, or `None` for 1.
+        mu: Its means.
+        var: Its variances.
+        eps: What it adds to them.
+    """
+
+    gamma: Tensor | None
+    mu: Tensor
+    var: Tensor
+    eps: float
+
+
 class NormBack(NamedTuple):
     """What a batch norm does to the gradient that it gets.
 
@@ -32,18 +48,17 @@ class NormBack(NamedTuple):
     scaled: Tensor | None
 
 
-def norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: bool) -> NormBack:
+def norm_back(g: Tensor, norm: FixedNorm, scales: bool) -> NormBack:
     """Return what a batch norm does to the gradient g [N, C, H', W'] of its result.
 
     Args:
         g: The gradient.
-        gamma: Its factors, or `None` for 1.
-        var: Its variances.
-        eps: What it adds to them.
+        norm: The batch norm.
         scales: Whether G·γ/σ is asked for; it is not given where a factor is 0.
     """
+    gamma, _, var, eps = norm
     if not (_is_rows(g) and _are_readable(gamma, var)):
-        return torch_norm_back(g, gamma, var, eps, scales)
+        return torch_norm_back(g, norm, scales)
     channels = g.shape[1]
     scale, total = empty((channels,)), empty((channels,))
     scaled = torch.empty_like(g) if scales else None
@@ -61,8 +76,9 @@ def norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: 
     return NormBack(scale, total, None if call("norm_back", task) else scaled)
 
 
-def torch_norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, scales: bool) -> NormBack:
+def torch_norm_back(g: Tensor, norm: FixedNorm, scales: bool) -> NormBack:
     """Return what `norm_back` returns, by torch's own functions. That no γ is 0 is read on a CPU alone, where it is free."""
+    gamma, _, var, eps = norm
     scale = (var + eps).rsqrt()
     scale = scale if gamma is None else gamma * scale
     total = g.sum((0, 2, 3)).to(scale.dtype)
@@ -71,31 +87,22 @@ def torch_norm_back(g: Tensor, gamma: Tensor | None, var: Tensor, eps: float, sc
 
 
 def norm_end(
-    gw: Tensor,
-    w: Tensor,
-    back: NormBack,
-    b: Tensor | None,
-    mu: Tensor,
-    var: Tensor,
-    eps: float,
-    need_gamma: bool,
-    need_gb: bool,
+    gw: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, back: NormBack, need_gamma: bool, need_gb: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of kernel, factors γ and bias, from the kernel's gradient for what `norm_back` has given.
 
     Args:
         gw: The gradient [Co, Ci/groups, kh, kw] of the kernel w for the scaled gradient, or of w·γ/σ; may be changed.
         w: The kernel.
-        back: What `norm_back` has returned.
         b: The convolution's bias.
-        mu: The batch norm's means.
-        var: Its variances.
-        eps: What it adds to them.
+        norm: The batch norm.
+        back: What `norm_back` has returned.
         need_gamma: Whether the gradient of γ is asked for.
         need_gb: Whether that of the bias is.
     """
+    _, mu, var, eps = norm
     if not (_are_alike(gw, w) and _are_readable(*back[:2], b, mu, var)):
-        return torch_norm_end(gw, w, back, b, mu, var, eps, need_gamma, need_gb)
+        return torch_norm_end(gw, w, b, norm, back, need_gamma, need_gb)
     channels = w.shape[0]
     g_gamma = empty((channels,)) if need_gamma else None
     gb = empty((channels,)) if need_gb else None
@@ -119,23 +126,15 @@ def norm_end(
 
 
 def torch_norm_end(
-    gw: Tensor,
-    w: Tensor,
-    back: NormBack,
-    b: Tensor | None,
-    mu: Tensor,
-    var: Tensor,
-    eps: float,
-    need_gamma: bool,
-    need_gb: bool,
+    gw: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, back: NormBack, need_gamma: bool, need_gb: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return what `norm_end` returns, by torch's own functions."""
     gw, g_gamma = gw.to(w.dtype), None
     if need_gamma:
         along = (gw * w).sum((1, 2, 3))
         along = along if back.scaled is None else along / back.scale
-        along = torch.addcmul(along, mu, back.total, value=-1) if b is None else torch.addcmul(along, b - mu, back.total)
-        g_gamma = along * (var + eps).rsqrt()
+        mean = -norm.mu if b is None else b - norm.mu
+        g_gamma = torch.addcmul(along, mean, back.total) * (norm.var + norm.eps).rsqrt()
     if back.scaled is None:
         gw = gw * back.scale.to(w.dtype)[:, None, None, None]
     return gw, g_gamma, back.total * back.scale if need_gb else None

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.carriers import coarse, make_carrier
+from gradfilter.emit import finish
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import pool_mean
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import REGION_ENDS, PatchTensor, call, finish, hold_map, is_live, pixels, rule
+from gradfilter.tensor import REGION_ENDS, PatchTensor, call, hold_map, is_live, pixels, rule
 
 
 class ChannelNorm(Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradfilter import native, patches
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_compute, can_defer
+from gradfilter.emit import defer, emit
 from gradfilter.keep import FULL, Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
@@ -19,7 +20,7 @@ from gradfilter.regions import Choices
 from gradfilter.rules.geometry import Geometry, make_geometry
 from gradfilter.rules.shape import Padded
 from gradfilter.rules.twin import conv_gradients
-from gradfilter.tensor import PatchTensor, defer, emit, is_live, is_traced, keep_input, mean, pixels, rule
+from gradfilter.tensor import PatchTensor, is_live, is_traced, keep_input, mean, pixels, rule
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
@@ -120,7 +121,8 @@ class ConvNorm(Carry):
         w = orient(w, ctx.geometry)
         # γ/σ goes with the smaller of gradient and kernel: each takes a pass.
         scales = g.dtype == w.dtype and g.numel() < w.numel() and not is_traced()
-        back = native.norm_back(g, gamma, var, ctx.eps, scales)
+        norm = native.FixedNorm(gamma, mu, var, ctx.eps)
+        back = native.norm_back(g, norm, scales)
         if back.scaled is not None:
             gx, gw = conv_gradients(back.scaled, kept, w, ctx.geometry, need_gx=need_gx)
         else:
@@ -128,7 +130,7 @@ class ConvNorm(Carry):
             gx, gw = conv_gradients(g, kept, folded, ctx.geometry, need_gx=need_gx)
         g_gamma = gb = None
         if gw is not None:
-            gw, g_gamma, gb = native.norm_end(gw, w, back, b, mu, var, ctx.eps, need_gamma, need_gb)
+            gw, g_gamma, gb = native.norm_end(gw, w, b, norm, back, need_gamma, need_gb)
         elif need_gb:
             gb = back.total * back.scale
         gw = orient(gw, ctx.geometry) if need_gw and gw is not None else None

@@ -14,13 +14,14 @@ from torch.autograd import Function
 from gradfilter import native
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import run_act, wait, wait_with
+from gradfilter.emit import defer, emit_into, finish
 from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import PatchTensor, defer, emit_into, finish, hold_map, is_live, is_traced, pixels, rule
+from gradfilter.tensor import PatchTensor, hold_map, is_live, is_traced, pixels, rule
 
 
 class Derivative(Carry):

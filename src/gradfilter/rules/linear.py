@@ -11,24 +11,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.carriers import coarse, make_carrier
+from gradfilter.emit import finish, wrap
 from gradfilter.keep import Kept, Tucker
 from gradfilter.keep.base import load, save
 from gradfilter.keep.contract import contract
 from gradfilter.patches import Layout, count_cells
 from gradfilter.rules.functions import find_functions
-from gradfilter.tensor import (
-    EXPECTED_EXITS,
-    REGION_ENDS,
-    PatchTensor,
-    finish,
-    is_live,
-    keep_input,
-    mean,
-    pixels,
-    rule,
-    spatial_size,
-    wrap,
-)
+from gradfilter.tensor import EXPECTED_EXITS, REGION_ENDS, PatchTensor, is_live, keep_input, mean, pixels, rule, spatial_size
 
 # Attention mixes every place of a map with every other: that is no map of patches any more.
 EXPECTED_EXITS.update({F.scaled_dot_product_attention, F.multi_head_attention_forward})

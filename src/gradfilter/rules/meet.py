@@ -10,19 +10,10 @@ import torch
 from torch import Tensor
 
 from gradfilter.carriers import Out
+from gradfilter.emit import enter_carrier, rebind, regrid_carrier, wrap
 from gradfilter.patches import Layout, Pair, count_cells
 from gradfilter.regions import Choices
-from gradfilter.tensor import (
-    PatchTensor,
-    enter_carrier,
-    find_live,
-    is_live,
-    leave,
-    rebind,
-    regrid_carrier,
-    spatial_size,
-    wrap,
-)
+from gradfilter.tensor import PatchTensor, find_live, is_live, leave, spatial_size
 
 
 class Meeting(NamedTuple):

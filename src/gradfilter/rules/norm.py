@@ -11,12 +11,13 @@ from torch.autograd import Function
 
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_defer, make_recipe
+from gradfilter.emit import defer, emit, finish, wrap
 from gradfilter.errors import InputError
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Pair, is_map, make_areas, map_size
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
-from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, defer, emit, finish, hold_map, is_live, mean, pixels, rule, wrap
+from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, hold_map, is_live, mean, pixels, rule
 
 # Divides by a window of neighbouring channels: a coarse form would need the moments of all channels with all others.
 EXPECTED_EXITS.add(F.local_response_norm)

@@ -13,10 +13,11 @@ from torch.autograd import Function
 
 from gradfilter import native
 from gradfilter.carriers import coarse, make_carrier
+from gradfilter.emit import finish
 from gradfilter.patches import Pair, count_cells, count_dtype, is_nhwc, make_areas, map_size, pool_sum
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
-from gradfilter.tensor import PatchTensor, finish, is_live, pixels, rule
+from gradfilter.tensor import PatchTensor, is_live, pixels, rule
 
 
 class Windows(NamedTuple):

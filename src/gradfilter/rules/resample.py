@@ -15,10 +15,11 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
+from gradfilter.emit import finish
 from gradfilter.patches import Matrix, Pair, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
-from gradfilter.tensor import PatchTensor, finish, is_live, pixels, rule
+from gradfilter.tensor import PatchTensor, is_live, pixels, rule
 
 
 def find_matrix(f: Callable[[Tensor], Tensor], size: int) -> Matrix:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
+from gradfilter.emit import finish, wrap
 from gradfilter.errors import InputError
 from gradfilter.patches import PAD_MODES, is_map, pad_axis
 from gradfilter.rules.meet import meet
-from gradfilter.tensor import PatchTensor, find_live, finish, is_live, note_exit, pixels, rule, spatial_size, wrap
+from gradfilter.tensor import PatchTensor, find_live, is_live, note_exit, pixels, rule, spatial_size
 
 
 class Padded(NamedTuple):

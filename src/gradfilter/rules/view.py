@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from gradfilter.carriers import AxisMap
+from gradfilter.emit import finish, share, wrap
 from gradfilter.patches import Layout, Matrix, Pair, count_cells, project_axis
 from gradfilter.rules.functions import find_functions
 from gradfilter.rules.meet import move_layout
-from gradfilter.tensor import REGION_ENDS, PatchTensor, finish, is_live, is_traced, pixels, rule, share, spatial_size, wrap
+from gradfilter.tensor import REGION_ENDS, PatchTensor, is_live, is_traced, pixels, rule, spatial_size
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Strides of axes that can be told apart: none is another one times a size, as the stride of a new axis is."""
