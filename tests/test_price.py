@@ -15,7 +15,6 @@ from gradfilter.bench import curves, energy, price, sides, step
 from gradfilter.bench.allocator import SETTINGS, set_allocator
 from gradfilter.bench.energy import Rails, find_counter
 from gradfilter.bench.layerwise import filter_layers_
-from gradfilter.bench.memory import run_steps
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import EXACT, INFERENCE, freeze_statistics_, make_images, shake_
 from gradfilter.bench.step import Case, Found, find_ratio, find_row, run_sides, set_up
@@ -438,8 +437,9 @@ def test_a_row_holds_what_was_found():
 
 
 def test_a_fresh_process_runs_the_side_that_is_asked_for():
-    order = {"case": TINY.__dict__, "layout": "channels last", "allocator": "default", "side": "mine, patch 2"}
-    assert run_steps({**order, "plans": {"mine, patch 2": Plan.last(2, Backward(patch=2)).to_yaml()}}) >= 0
+    case, plans = Case("cifar-resnet20", None, 64, 32, 1), {"mine, patch 2": Plan.last(2, Backward(patch=2))}
+    mine, exact = (price.measure_resident(case, "channels last", "default", plans, side) for side in (*plans, EXACT))
+    assert exact > 2 * mine > 0
 
 
 def test_saved_bytes_are_those_that_autograd_holds(tiny):

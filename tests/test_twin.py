@@ -180,8 +180,8 @@ def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channe
 
 
 def test_a_small_partial_patch_is_not_mixed():
-    assert find_tiles(Axis(3, 1, 1, 1, 33, 33, 16, 16)) is not None
-    assert find_tiles(Axis(3, 1, 1, 1, 35, 35, 17, 17)) is None
+    assert find_tiles(Axis(3, 1, 1, 1, 17, 17, 8, 8)) is not None
+    assert find_tiles(Axis(3, 1, 1, 1, 19, 19, 9, 9)) is None
 
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
