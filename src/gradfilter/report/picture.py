@@ -39,7 +39,7 @@ def _draw_headline(part: "SubFigure", results: Results) -> None:
     for index, fact in enumerate(headline):
         x = 0.012 + index / len(headline)
         part.text(x, 0.34, fact.value, fontsize=21, fontweight="bold")
-        part.text(x, 0.08, f"{fact.name} · {fact.remark}" if fact.remark else fact.name, fontsize=8.5, color=LIGHT["muted"])
+        part.text(x, 0.08, f"{fact.name} · {fact.remark}" if fact.remark else fact.name, fontsize=8, color=LIGHT["muted"])
 
 
 def _draw_learning(part: "SubFigure", results: Results) -> None:
