@@ -26,10 +26,19 @@ def test_every_layer_has_its_rows(tmp_path, monkeypatch, capsys):
     assert fewer["4 ch, 6×8", "patch 2"] == "4.00"
     assert fewer["4 ch, 6×8", "patch 4"] == "12.00"  # 2 × 2 patches, two of them partial
     assert fewer["3 ch, 7×7", "patch 2 lumped"] == "27.56"
+    assert all((row["time / two products"] == "–") == ("lumped" not in row["method"]) for row in coarse)
     for row in coarse:
         assert float(row["share"]) == pytest.approx(
             float(row["times faster than exact"]) / float(row["times fewer products"]), abs=0.02, rel=0.02
         )
+
+
+def test_the_two_products_are_those_of_the_lumped_kernel():
+    layer = Layer(5, (9, 14))
+    x, _, _ = layers.make_data(layer, 2)
+    gx, gw = layers.make_products(x, layers.find_geometry(layer, "patch 4 lumped"))()
+    assert gx.shape == (2 * 3 * 4, 5)
+    assert gw.shape == (5, 5)
 
 
 @pytest.mark.parametrize("method", layers.LONE)

@@ -57,7 +57,16 @@ def measure(layers: Sequence[Layer], batch: int, rounds: int, threads: Sequence[
         "layers",
         f"Backward of 3×3 convolutions at patch resolution, batch {batch}",
         command,
-        ("layer", "threads", "method", "times faster than exact", "times fewer products", "share", "exact layout"),
+        (
+            "layer",
+            "threads",
+            "method",
+            "times faster than exact",
+            "times fewer products",
+            "share",
+            "time / two products",
+            "exact layout",
+        ),
     )
     lone = Report(
         "layers-alone",
@@ -73,7 +82,8 @@ def measure(layers: Sequence[Layer], batch: int, rounds: int, threads: Sequence[
     coarse.remarks = [
         "Exact: torch's convolution_backward, in the layout that is faster. Ours: the coarse twin from kept patch means and "
         "patch sums of the output's gradient, channels last. Both give the gradients of input and weight. Share: times faster "
-        "by times fewer multiplications, patches cut off by the border counted whole.",
+        "by times fewer multiplications, patches cut off by the border counted whole. Two products: the lumped kernel's, by torch "
+        "and by themselves, on matrices of their sizes: what is left of its backward.",
         f"Medians of {rounds} ratios, each within one round.",
     ]
     lone.remarks = [
@@ -105,12 +115,15 @@ def add_rows(
     runs: dict[str, Run] = {"exact": exact.pop(layout)}
     exact.clear()  # the slower layout's copies
     runs |= {method: make_coarse(x, gy, conv.weight, geometry) for method, geometry in geometries.items()}
+    lumped = {method: geometry for method, geometry in geometries.items() if geometry.lumped}
+    runs |= {f"{method}, products": make_products(x, geometry) for method, geometry in lumped.items()}
     runs |= {f"{method}, alone": make_lone(x, gy, conv, method) for method in LONE}
     runs |= {"read": gy.sum, "write": lambda: torch.full_like(x, 0.5)}
     times = time_rounds(runs, rounds)
     for method, geometry in geometries.items():
         faster, fewer = median_ratio(times["exact"], times[method]), find_ratio(layer, geometry)
-        figures = f"{faster:.2f}", f"{fewer:.2f}", f"{faster / fewer:.2f}"
+        bound = f"{median_ratio(times[method], times[f'{method}, products']):.2f}" if geometry.lumped else "–"
+        figures = f"{faster:.2f}", f"{fewer:.2f}", f"{faster / fewer:.2f}", bound
         coarse.rows.append((str(layer), threads, method, *figures, layout))
     for method in LONE:
         bounds = [sum(parts) for parts in zip(times["read"], times["write"], times[method], strict=True)]
@@ -145,6 +158,15 @@ def make_coarse(x: Tensor, gy: Tensor, w: Tensor, geometry: Geometry) -> Run:
     """Return the backward of the coarse twin."""
     kept, g, w = pool_mean(x, geometry.out_patch), pool_sum(gy, geometry.out_patch), w.detach()
     return torch.no_grad()(lambda: conv_gradients(g, kept, w, geometry, need_gx=True))
+
+
+def make_products(x: Tensor, geometry: Geometry) -> Run:
+    """Return the two matrix products of the lumped kernel, of cells with channels and with themselves."""
+    generator = torch.Generator().manual_seed(1)
+    rows, channels = x.shape[0] * geometry.out_cells[0] * geometry.out_cells[1], x.shape[1]
+    g, kept = (torch.randn(rows, channels, generator=generator) for _ in range(2))
+    w = torch.randn(channels, channels, generator=generator)
+    return lambda: (g @ w, g.t() @ kept)
 
 
 def make_lone(x: Tensor, gy: Tensor, conv: nn.Conv2d, method: str) -> Run:
