@@ -82,7 +82,7 @@ def measure(layers: Sequence[Layer], batch: int, rounds: int, threads: Sequence[
     coarse.remarks = [
         "Exact: torch's convolution_backward, in the layout that is faster. Ours: the coarse twin from kept patch means and "
         "patch sums of the output's gradient, channels last. Both give the gradients of input and weight. Share: times faster "
-        "by times fewer multiplications, patches cut off by the border counted whole. Two products: those of the lumped kernel, "
+        "by times fewer multiplications, patches cut off by the border counted whole. Two products: the lumped kernel's, "
         "by torch and by themselves, on matrices of their sizes: what is left of its backward.",
         f"Medians of {rounds} ratios, each within one round.",
     ]
