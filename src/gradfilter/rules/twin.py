@@ -25,6 +25,8 @@ LARGE = 100_000
 """From so many numbers per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
 FEW = 64 * 64
 """Up to so many pairs of channels, calls cost more than products."""
+FRESH = 1 << 25
+"""Bytes from which on glibc gives freed memory back at once, so that torch's next result is on fresh pages."""
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -164,7 +166,8 @@ def to_map(rows: Tensor, n: int, cells: Pair) -> Tensor:
 
 def product(rows: Tensor, w: Tensor) -> Tensor:
     """Return rows · w, on memory that is used again where it can be."""
-    if rows.dtype is not torch.float32 or not rows.is_cpu or not native.is_on():
+    small = len(rows) * w.shape[1] * rows.element_size() < FRESH
+    if small or rows.dtype is not torch.float32 or not rows.is_cpu or not native.is_on():
         return rows @ w
     return torch.mm(rows, w, out=native.empty((len(rows), w.shape[1])))
 
