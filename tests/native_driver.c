@@ -4,15 +4,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "backward.h"
 #include "conv.h"
 #include "maxpool.h"
 #include "pairs.h"
+#include "single.h"
 
 int gf_norm_act_map(const void *, int), gf_unpool_map(const void *, int), gf_slope_map(const void *, int);
 int gf_depthwise_map(const void *, int), gf_dense_map(const void *, int), gf_winograd_map(const void *, int);
 int gf_expand_map(const void *, int);
 int gf_max_pool_map(const void *, int), gf_max_route_map(const void *, int), gf_pairs_map(const void *, int);
 int gf_norm_back_map(const void *, int), gf_norm_end_map(const void *, int);
+int gf_backward_map(const void *, int), gf_single_map(const void *, int);
 
 static uint32_t seed = 1;
 
@@ -85,7 +88,7 @@ static void run_convolutions(int64_t in, int64_t out, int64_t side, int64_t k, i
     gf_dense t = {make_pass(map, kind, 1), x, weight, scale, shift, in, h, w, k, k, s, s, d, d, pad, pad};
     need(gf_dense_map(&t, 2));
     put_pass(&t.after);
-    if (k == 3 && s == 1 && d == 1 && in >= GF_LEAST_CHANNELS) {
+    if (k == 3 && s == 1 && d == 1 && in >= GF_CHANNELS) {
         need(gf_winograd_map(&t, 2));
         put_pass(&t.after);
     }
@@ -153,6 +156,40 @@ static void run_pairs(int64_t c, int64_t cells) {
     put(t.gq, 9 * c, 4);
 }
 
+/* Cells that are read by three of them, with zeros outside: two cells to a tile, and what is left over. The last tile's
+ * numbers are mixed, as those of partial patches are. */
+static void run_tiles(int64_t co, int64_t ci, int32_t cells) {
+    const int32_t count = (cells + 1) / 2;
+    gf_axis_tile *tiles = calloc((size_t)count, sizeof *tiles);
+    for (int32_t i = 0, seen = 0; i < count; i++) {
+        gf_axis_tile *t = tiles + i;
+        t->out = 2 * i, t->outs = i + 1 < count || cells % 2 == 0 ? 2 : 1;
+        const int32_t in = 2 * i - 1, last = cells > 4 ? cells - 4 : 0;
+        t->in = in < 0 ? 0 : in < last ? in : last, t->seen = seen;
+        t->plain = in == t->in && in + 4 <= cells && i + 1 < count;
+        for (int32_t k = 0; k < 4; k++)
+            if (in + k >= 0 && in + k < cells) t->mix[k][in + k - t->in] = i + 1 < count ? 1 : 0.75f;
+        seen = t->in + 4 < cells ? t->in + 4 : cells;
+    }
+    const gf_tile_axis axis = {tiles, count, cells, cells, {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}}};
+    const int64_t map = 2 * cells * cells, w = co * 9 * ci;
+    gf_backward t = {axis, axis, 2, co, ci, draw(map * co), draw(map * ci), draw(w), NULL, NULL};
+    t.gx = malloc((size_t)(map * ci) * 4), t.gw = malloc((size_t)w * 4);
+    need(gf_backward_map(&t, 2));
+    put(t.gx, map * ci, 4);
+    put(t.gw, w, 4);
+}
+
+/* A kernel whose taps share one gradient, in either order of taps and channels. */
+static void run_single(int64_t cells, int64_t co, int64_t ci, int64_t taps, int last) {
+    gf_single t = {cells, co, ci, taps, draw(cells * co), draw(cells * ci), draw(co * ci * taps), 1, taps, NULL, NULL};
+    if (last) t.tap = ci, t.channel = 1;
+    t.gx = malloc((size_t)(cells * ci) * 4), t.gw = malloc((size_t)(co * ci) * 4);
+    need(gf_single_map(&t, 2));
+    put(t.gx, cells * ci, 4);
+    put(t.gw, co * ci, 4);
+}
+
 /* The way back through a batch norm; variances are squares of what is drawn. */
 static void run_norms(int64_t rows, int64_t c, int64_t k, int scaled) {
     float *var = draw(c), *vectors = malloc((size_t)(4 * c) * 4), *out = scaled ? malloc((size_t)(rows * c) * 4) : NULL;
@@ -190,6 +227,10 @@ int main(void) {
     run_pooling(17, 4);
     run_pairs(40, 5);
     run_pairs(150, 3);
+    run_tiles(32, 48, 4);
+    run_tiles(16, 80, 7);
+    run_single(50, 24, 90, 9, 1);
+    run_single(1300, 19, 40, 9, 0);
     run_norms(77, 40, 27, 0);
     run_norms(33, 150, 64, 1);
     return 0;

@@ -179,6 +179,85 @@ def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channe
     assert len(calls) == runs
 
 
+def multiply_single(g, x, w):
+    return torch.einsum("noij,oc->ncij", g, w.sum((2, 3))), torch.einsum("noij,ncij->oc", g, x)
+
+
+@pytest.mark.usefixtures("level")
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([1, 3, 8, 16, 24, 56, 90]),
+    st.sampled_from([16, 24, 33, 64, 90, 200]),
+    st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 30)),
+    st.sampled_from([(1, 1), (3, 3), (1, 5)]),
+    st.tuples(layouts, layouts, layouts),
+    st.sampled_from([(True, True), (True, False), (False, True)]),
+    st.booleans(),
+)
+def test_products_of_a_single_tap_give_those_of_whole_matrices(co, ci, cells, kernel, formats, needs, dense):
+    n, *cells = cells
+    maps = draw(n, co, *cells, seed=1), draw(n, ci, *cells, seed=2), draw(co, ci, *kernel, seed=3)
+    g, x, w = (v.float().contiguous(memory_format=layout) for v, layout in zip(maps, formats, strict=True))
+    w = w if dense else torch.stack([w, w], 4)[..., 0]
+    assert native.can_single(g, w)
+    want = multiply_single(*maps)
+    got = native.single_gradients(g, x if needs[1] else None, w, need_gx=needs[0])
+    for mine, theirs, need in zip(got, want, needs, strict=True):
+        assert (mine is not None) == need
+        if mine is not None:
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize(
+    ("side", "co", "ci"),
+    [
+        (5, 40, 72),  # one part, whose channels threads share
+        (20, 40, 72),  # four parts, and their channels
+        (40, 16, 20),  # parts alone
+    ],
+)
+def test_products_of_a_single_tap_are_the_same_on_any_number_of_threads(side, co, ci):
+    maps = draw(4, co, side, side, seed=1), draw(4, ci, side, side, seed=2), draw(co, ci, 3, 3, seed=3)
+    want, before, got = multiply_single(*maps), torch.get_num_threads(), []
+    g, x, w = (v.float() for v in maps)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            got.append(native.single_gradients(g, x, w, need_gx=True))
+    finally:
+        torch.set_num_threads(before)
+    for mine, theirs in zip(got[0], want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+    for other in got[1:]:
+        assert all(map(torch.equal, got[0], other))
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize(
+    ("channels", "cells", "runs"),
+    [
+        (24, (2, 2), True),
+        (12, (2, 2), False),  # no whole vector
+        (24, (1, 1), False),  # two cells: the weight is more work than they are
+    ],
+)
+def test_products_of_a_single_tap_are_the_librarys_in_single_precision(channels, cells, runs, monkeypatch):
+    calls = []
+    monkeypatch.setattr(native, "single_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
+    axis = Axis(3, 1, 1, 1, 4 * cells[0], 4 * cells[0], 4, 4)
+    geometry = make_geometry(axis, axis, 1, True)
+    g, kept = (make_map(channels, cells, torch.channels_last, seed) for seed in (1, 2))
+    w = draw(channels, channels, 3, 3)
+    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    assert len(calls) == runs
+    for dtype in (torch.float64, torch.bfloat16):
+        twin.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
+    with native.off():
+        twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    assert len(calls) == runs
+
+
 def test_a_small_partial_patch_is_not_mixed():
     assert find_tiles(Axis(3, 1, 1, 1, 17, 17, 8, 8)) is not None
     assert find_tiles(Axis(3, 1, 1, 1, 19, 19, 9, 9)) is None

@@ -4,8 +4,8 @@
 convolution that ends in such a pass, and `expand` a pointwise and a depthwise one without the map between them;
 `scale_by_counts` is the gradient of an activation, `norm_back` and `norm_end` those of a batch norm; `pool_mean`, `pool_sum`
 and `unpool` go between pixels and patches; `max_pool` is max pooling with the cells in which the maxima lie; `pair_gradients`
-is the way back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one of 3×3 taps; `empty`
-makes large tensors on blocks that come back.
+is the way back through a depthwise convolution at patch resolution, `tile_gradients` through a dense one of 3×3 taps,
+`single_gradients` through one of a single tap; `empty` makes large tensors on blocks that come back.
 `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the library off: then everything runs in torch,
 with equal results.
 """
@@ -21,6 +21,7 @@ from gradfilter.native.memory import BlockBytes, block_bytes, empty, plain_memor
 from gradfilter.native.pairs import AxisPairs, can_pair, pair_gradients
 from gradfilter.native.pooling import can_scale, pool_mean, pool_sum, scale_by_counts, unpool
 from gradfilter.native.reference import torch_norm_act, torch_unpool
+from gradfilter.native.single import can_single, single_gradients
 from gradfilter.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, RELU, RELU6, SILU, Act, Cells, Ending, Expanded, Fused
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "can_read",
     "can_run",
     "can_scale",
+    "can_single",
     "can_tile",
     "convolve",
     "empty",
@@ -76,6 +78,7 @@ __all__ = [
     "prefers",
     "prefers_expand",
     "scale_by_counts",
+    "single_gradients",
     "tile_gradients",
     "torch_norm_act",
     "torch_norm_back",

@@ -11,18 +11,15 @@
  * channels and gw by blocks of g's.
  */
 #include "backward.h"
-#include "tile.h"
+#include "outer.h"
 
-enum { POSITIONS = 16, BLOCK = GF_CHANNELS, GROUP = 8 };
+enum { POSITIONS = 16, GROUP = 8 };
 
 /* Tiles in a round: as many as keep a position of all channels in the second cache, for at its end threads wait. */
 enum { LEAST_TILES = 128, MOST_TILES = 512, TILE_FLOATS = 65536 };
 
 /* In which order tiles stand, by the axes along which they have two cells. */
 enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
-
-/* Channels of g whose sums are in registers at once. */
-enum { ROWS = GF_LANES == 16 ? 8 : 4 };
 
 typedef struct {
     const gf_backward *task;
@@ -286,28 +283,6 @@ static void run_panel(const plan *p, int64_t panel, void *scratch) {
     }
 }
 
-/* Add the products of ROWS channels of g with V vectors of x, over the tiles of the round. */
-GF_INLINE void add_outer(const float *g, const float *x, int64_t tiles, int adds, float *to, int64_t pitch, const int V) {
-    gf_vec sum[ROWS][3];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-        for (int j = 0; j < V; j++) sum[r][j] = adds ? gf_load(to + r * pitch + j * GF_LANES) : (gf_vec){0};
-    for (int64_t i = 0; i < tiles; i++, g += BLOCK, x += V * GF_LANES) {
-        gf_vec value[3];
-#pragma GCC unroll 3
-        for (int j = 0; j < V; j++) value[j] = gf_load(x + j * GF_LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-            for (int j = 0; j < V; j++) sum[r][j] += g[r] * value[j];
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-        for (int j = 0; j < V; j++) gf_store(to + r * pitch + j * GF_LANES, sum[r][j]);
-}
-
 /* Turn the sums of a block into gw. */
 static void finish_block(const plan *p, int64_t block, const float *sums) {
     const gf_backward *t = p->task;
@@ -341,16 +316,9 @@ static void run_block(const plan *p, int64_t block, void *scratch) {
         for (int64_t panel = 0; panel < p->panels; panel++) {
             const int64_t start = panel_start(panel, p->vectors), width = panel_start(panel + 1, p->vectors) - start;
             const float *x = p->x + k * p->x_step + (start * p->count + tiles.start * width) * GF_LANES;
-            for (int64_t o = 0; o < BLOCK; o += ROWS) {
-                const float *g = p->g + k * p->g_step + (block * p->count + tiles.start) * BLOCK + o;
-                float *to = sums + (k * BLOCK + o) * ci + start * GF_LANES;
-                if (width == 1)
-                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 1);
-                else if (width == 2)
-                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 2);
-                else
-                    add_outer(g, x, tiles.count, p->first > 0, to, ci, 3);
-            }
+            const float *g = p->g + k * p->g_step + (block * p->count + tiles.start) * BLOCK;
+            float *to = sums + k * BLOCK * ci + start * GF_LANES;
+            add_outer(g, x, tiles.count, p->first > 0, to, ci, BLOCK, width);
         }
     }
     if (p->first + p->count == p->total) finish_block(p, block, sums);

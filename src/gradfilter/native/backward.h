@@ -31,9 +31,6 @@ typedef struct {
     float *gw;         /* [co, 3, 3, ci], or NULL */
 } gf_backward;
 
-/* The widest vector of any level. */
-enum { GF_CHANNELS = 16 };
-
 /* Run a whole task. Returns 0, or -1 where there was no memory. */
 typedef int gf_run_backward(const gf_backward *task, int threads);
 

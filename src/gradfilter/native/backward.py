@@ -9,15 +9,12 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from gradfilter.native.library import call, can_run
+from gradfilter.native.library import CHANNELS, call, can_multiply
 from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
 """`gf_backward` of backward.h."""
-_CHANNELS = 16
-"""`GF_CHANNELS` of backward.h."""
 TILE = np.dtype([("out", "i4"), ("outs", "i4"), ("in", "i4"), ("seen", "i4"), ("plain", "i4"), ("mix", "f4", (4, 4))])
 """`gf_axis_tile` of backward.h."""
 
@@ -44,9 +41,7 @@ class AxisTiles:
 
 def can_tile(g: Tensor, w: Tensor) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, whole vectors of channels on both sides."""
-    whole = w.shape[0] % _CHANNELS == w.shape[1] % _CHANNELS == 0
-    plain = type(w) in (Tensor, Parameter) and w.is_cpu
-    return whole and plain and g.dtype is w.dtype is torch.float32 and can_run(g)
+    return w.shape[0] % CHANNELS == w.shape[1] % CHANNELS == 0 and can_multiply(g, w)
 
 
 def tile_gradients(

@@ -30,7 +30,7 @@ typedef struct {
     int64_t inputs;
     int64_t h, w; /* of x */
     int64_t kh, kw, sh, sw, dh, dw, top, left;
-} gf_dense; /* Winograd's, too: kernel 3x3, stride and dilation 1, inputs >= GF_LEAST_CHANNELS */
+} gf_dense; /* Winograd's, too: kernel 3x3, stride and dilation 1, inputs >= GF_CHANNELS */
 
 /* A dense convolution with kernels of one pixel, and a depthwise one of its result: a hidden map that is never in memory. */
 typedef struct {
@@ -38,10 +38,7 @@ typedef struct {
     gf_depthwise second; /* its x is not used; no residual either */
 } gf_expand;
 
-/* The widest vector of any level: maps with fewer output channels are not for these functions. */
-enum { GF_LEAST_CHANNELS = 16 };
-
-/* Run a whole task. They return 0, or -1 where there was no memory. */
+/* Run a whole task, whose map has GF_CHANNELS output channels at least. They return 0, or -1 where there was no memory. */
 typedef int gf_run_depthwise(const gf_depthwise *task, int threads);
 typedef int gf_run_dense(const gf_dense *task, int threads);
 typedef int gf_run_expand(const gf_expand *task, int threads);

@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradfilter.native.fused import as_floats
-from gradfilter.native.library import call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import NO_CELLS, Act, Cells, Ending, Fused, Pair, count_dtype, is_smooth
 
 _HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
 """How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
-_LEAST_CHANNELS = 16
-"""`GF_LEAST_CHANNELS` of conv.h."""
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
 _MANY_INPUTS = 768
@@ -65,14 +63,14 @@ def can_read(x: Tensor, w: Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def find_kernel(shape: tuple[int, ...], inputs: int, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> str | None:
     """Return the kernel for a weight of this shape."""
-    if shape[0] < _LEAST_CHANNELS:
+    if shape[0] < CHANNELS:
         return None
     if groups == shape[0] == inputs:
         return "depthwise"
     if groups > 1:
         return None
     square = shape[2:] == (3, 3) and stride == dilation == (1, 1) and max(padding) <= 2
-    return "winograd" if square and shape[1] >= _LEAST_CHANNELS else "dense"
+    return "winograd" if square and shape[1] >= CHANNELS else "dense"
 
 
 def prefers(kernel: str, w: Sequence[int], stride: Pair, out_size: Pair) -> bool:

@@ -23,7 +23,10 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 8 };
+enum { GF_ABI = 9 };
+
+/* The widest vector of any level. */
+enum { GF_CHANNELS = 16 };
 
 enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };

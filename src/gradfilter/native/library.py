@@ -13,14 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
 
 logger = logging.getLogger(__name__)
 
-ABI = 8
-ENTRIES = "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs backward".split()
+ABI = 9
+ENTRIES = (
+    "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs backward single".split()
+)
 """The library's functions that take a task and a number of threads."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
+
+CHANNELS = 16
+"""`GF_CHANNELS` of kernels.h: the widest vector of any level of the instruction set."""
 
 _off = 0
 
@@ -111,6 +117,12 @@ def can_run(x: Tensor) -> bool:
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
     )
+
+
+def can_multiply(g: Tensor, w: Tensor) -> bool:
+    """Tell whether the library can read a gradient and a weight in its products: float32, and the weight a plain tensor."""
+    plain = type(w) in (Tensor, Parameter) and w.is_cpu
+    return plain and g.dtype is w.dtype is torch.float32 and can_run(g)
 
 
 @lru_cache(maxsize=32)

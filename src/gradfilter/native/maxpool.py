@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run
 from gradfilter.native.memory import empty
 from gradfilter.native.values import Pair, count_cells, count_dtype
 
@@ -17,8 +17,6 @@ _TASK = struct.Struct("6q 2i 6Q 9q")
 """`gf_max_pool` of maxpool.h."""
 _ROUTE = struct.Struct("6q 4Q")
 """`gf_max_route` of maxpool.h."""
-_LEAST_CHANNELS = 16
-"""The widest vector of any level of the instruction set."""
 MOST_PLACES = 255
 """Places in reach that a byte can name: those of the winners at patch 1."""
 
@@ -59,7 +57,7 @@ class Pooled(NamedTuple):
 def can_max_pool(x: Tensor) -> bool:
     """Tell whether the library runs max pooling of x: a map of float32 in channels_last memory, not of few channels."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return last and x.dtype is torch.float32 and x.shape[1] >= _LEAST_CHANNELS and can_run(x)
+    return last and x.dtype is torch.float32 and x.shape[1] >= CHANNELS and can_run(x)
 
 
 def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:

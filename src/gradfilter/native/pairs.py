@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run
 from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
 """`gf_pairs` of pairs.h."""
-_LEAST_CHANNELS = 16
-"""The widest vector of any level of the instruction set."""
 _MOST_COEFFICIENTS = 256
 """Those of one channel: with more of them, a unit of work would not stay in the cache."""
 
@@ -46,7 +44,7 @@ class AxisPairs:
 def can_pair(g: Tensor, rows: AxisPairs, columns: AxisPairs) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of no or very many taps."""
     few = 0 < rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
-    return few and g.dtype is torch.float32 and g.shape[1] >= _LEAST_CHANNELS and can_run(g)
+    return few and g.dtype is torch.float32 and g.shape[1] >= CHANNELS and can_run(g)
 
 
 def pair_gradients(

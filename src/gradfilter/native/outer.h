@@ -1,0 +1,46 @@
+/* Sums of outer products in tiles of registers: what the gradient of a weight is made of. */
+#ifndef GF_OUTER_H
+#define GF_OUTER_H
+
+#include "tile.h"
+
+/* Channels of g that are packed together, a multiple of those whose sums are in registers at once. */
+enum { BLOCK = GF_CHANNELS, ROWS = GF_LANES == 16 ? 8 : 4 };
+
+/* Add the products of ROWS channels of g with V vectors of x. */
+GF_INLINE void add_tile(const float *g, const float *x, int64_t count, int adds, float *to, int64_t pitch, const int V) {
+    gf_vec sum[ROWS][3];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) sum[r][j] = adds ? gf_load(to + r * pitch + j * GF_LANES) : (gf_vec){0};
+    for (int64_t i = 0; i < count; i++, g += BLOCK, x += V * GF_LANES) {
+        gf_vec value[3];
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) value[j] = gf_load(x + j * GF_LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+            for (int j = 0; j < V; j++) sum[r][j] += g[r] * value[j];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int j = 0; j < V; j++) gf_store(to + r * pitch + j * GF_LANES, sum[r][j]);
+}
+
+/* The sum over `count` cells of `channels` of a block of g, [cell, channel], times a panel of x, [cell, vector, lane]:
+ * stored at `to`, [channel of g, `pitch` floats], or added to what is there. Whole ROWS of channels are. */
+static inline void add_outer(const float *g, const float *x, int64_t count, int adds, float *to, int64_t pitch,
+                             int64_t channels, int64_t width) {
+    for (int64_t o = 0; o < channels; o += ROWS, g += ROWS, to += ROWS * pitch) {
+        if (width == 1)
+            add_tile(g, x, count, adds, to, pitch, 1);
+        else if (width == 2)
+            add_tile(g, x, count, adds, to, pitch, 2);
+        else
+            add_tile(g, x, count, adds, to, pitch, 3);
+    }
+}
+
+#endif

@@ -1,0 +1,46 @@
+"""The gradients of a dense convolution between patch-constant maps whose outputs read one cell each."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from gradfilter.native.library import CHANNELS, call, can_multiply
+from gradfilter.native.memory import empty
+
+_TASK = struct.Struct("4q 3Q 2q 2Q")
+"""`gf_single` of single.h."""
+
+
+def can_single(g: Tensor, w: Tensor) -> bool:
+    """Tell whether the library runs these gradients: float32 on a CPU, a whole vector of input channels at least."""
+    return w.shape[1] >= CHANNELS and can_multiply(g, w)
+
+
+def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return gx [N, Ci, H', W'], channels last, and gw [Co, Ci]: gx = (Σ_uv w[u,v])ᵀ g, gw = Σ g · x for every tap.
+
+    Args:
+        g: The gradient of the output [N, Co, H', W']: one that `can_single`.
+        x: What the output cells read [N, Ci, H', W']; `None` where gw is not asked for.
+        w: The weight [Co, Ci, kh, kw].
+        need_gx: Whether gx is asked for.
+    """
+    (n, co, *cells), (ci, *kernel), layout = g.shape, w.shape[1:], torch.channels_last
+    g = g.contiguous(memory_format=layout)
+    x = None if x is None else x.contiguous(memory_format=layout)
+    weight, (taps, tap, channel) = None, (1, 0, 1)
+    if need_gx:
+        weight, taps = w.detach(), kernel[0] * kernel[1]
+        tap, channel = ci, 1
+        if taps > 1 and weight.is_contiguous():
+            tap, channel = 1, taps
+        else:
+            weight = weight.contiguous(memory_format=layout)
+    gx = empty((n, ci, *cells), torch.float32, layout) if need_gx else None
+    gw = None if x is None else empty((co, ci))
+    g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in (g, x, weight, gx, gw))
+    call("single", _TASK.pack(n * cells[0] * cells[1], co, ci, taps, g_at, x_at, w_at, tap, channel, gx_at, gw_at))
+    return gx, gw
