@@ -23,7 +23,7 @@ from gradfilter.carriers import make_carrier
 from gradfilter.keep.base import Promise, is_saving_watched
 from gradfilter.native import IDENTITY, Act, Ending, Fused, make_cells
 from gradfilter.patches import Pair
-from gradfilter.recipe import Ended, Recipe, start
+from gradfilter.recipe import Ended, Padding, Recipe, Zeros, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
@@ -139,7 +139,7 @@ def can_compute(x: Handle) -> bool:
 def make_recipe(x: Handle) -> Recipe:
     """Return a recipe to go on from: the one of a deferred convolution, else one that starts from the value of x."""
     recipe = x.recipe
-    if recipe is not None and recipe.scale is None and recipe.residual is None and recipe.ended is None:
+    if recipe is not None and recipe.scale is None and recipe.residual is None and recipe.is_open:
         return recipe
     return start(pixels(x), x)
 
@@ -151,7 +151,7 @@ def can_add(x: Any, residual: Any) -> bool:
         and isinstance(residual, Handle)
         and x.recipe is not None
         and x.recipe.residual is None
-        and x.recipe.ended is None
+        and x.recipe.is_open
         and x is not residual
         and can_defer(residual)
         and residual.shape == x.shape
@@ -186,6 +186,28 @@ def wait_with(x: Handle, act: Act) -> Recipe | None:
     return recipe._replace(ended=Ended(act, x.patch, cells, Promise(resolve)))
 
 
+def pad_later(x: Handle, zeros: Zeros) -> Recipe | None:
+    """Return the recipe of zeros around x, which wait for a convolution; `None` where they may not.
+
+    Nothing but an activation that waits as well is left to wait inside them.
+    """
+    if not can_defer(x) or min(zeros) < 0:
+        return None
+    if x.recipe is not None and x.recipe.ended is None:
+        resolve(x)
+    left, right, top, bottom = zeros
+    n, c, h, w = x.value.shape
+    shape = n, c, top + h + bottom, left + w + right
+    return Recipe(x.value, ((x, x._version),), shape, padding=Padding(zeros, x, pixels))
+
+
+def find_inside(x: Handle) -> tuple[Any, Zeros]:
+    """Return what a convolution of x reads, and the zeros around that: the map inside them where these wait, else x itself."""
+    if x.recipe is None or x.recipe.padding is None:
+        return x, (0, 0, 0, 0)
+    return x.recipe.padding.x, x.recipe.padding.zeros
+
+
 def resolve(x: Handle) -> None:
     """Compute the value of a deferred tensor."""
     assert x.recipe is not None
@@ -213,7 +235,7 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
 
     `None` where there is no such pass. In place, the value of x is changed; its carrier is for the caller to bind.
     """
-    if x.recipe is not None and x.recipe.ended is not None:
+    if x.recipe is not None and not x.recipe.is_open:
         resolve(x)
     if x.recipe is None:
         if not native.can_run(x.value):

@@ -25,9 +25,11 @@ from gradfilter.deferred import (
     can_add,
     can_compute,
     can_defer,
+    find_inside,
     make_placeholder,
     make_recipe,
     may_wait,
+    pad_later,
     pixels,
     plain_torch,
     resolve,
@@ -36,7 +38,7 @@ from gradfilter.deferred import (
     wait_with,
 )
 from gradfilter.environment import has_bfloat16
-from gradfilter.recipe import Recipe, find_convolution, start
+from gradfilter.recipe import Recipe, find_convolution, start, surround
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -169,21 +171,33 @@ def conv2d(
     x = input
     if not isinstance(x, FrozenTensor) or x.dim() != 4:
         return NotImplemented
-    if x.recipe is not None and x.recipe.ended is not None and not isinstance(padding, str) and can_defer(x):
-        recipe = x.recipe.follow(weight, bias, as_pair(stride), as_pair(padding), as_pair(dilation), groups)
+    inside, around = find_inside(x)
+    zeros = None if isinstance(padding, str) else surround(as_pair(padding), around)
+    where = as_pair(stride), zeros, as_pair(dilation), groups
+    if inside.recipe is not None and inside.recipe.ended is not None and can_defer(inside):
+        recipe = inside.recipe.follow(weight, bias, *where)
         if recipe is not None:
             return defer_frozen(recipe, x.outer)
-    value = pixels(x)
     if x.outer is not None:
         where = stride, padding, dilation, groups
         same = weight.dtype is x.outer and (bias is None or bias.dtype is x.outer)
-        return make_frozen(convolve_short(func, value, weight, bias, *where), outer=x.outer) if same else NotImplemented
-    if can_compute(x) and not isinstance(padding, str):
-        pairs = as_pair(stride), as_pair(padding), as_pair(dilation)
-        conv = find_convolution(value, weight, bias, *pairs, groups)
+        return make_frozen(convolve_short(func, pixels(x), weight, bias, *where), outer=x.outer) if same else NotImplemented
+    if can_compute(inside):
+        value = pixels(inside)
+        conv = find_convolution(value, weight, bias, *where)
         if conv is not None:
-            return defer_frozen(start(value, x, conv), None) if can_defer(x) else make_frozen(conv.run(value).y)
-    return make_frozen(func(value, weight, bias, stride, padding, dilation, groups))
+            return defer_frozen(start(value, inside, conv), None) if can_defer(inside) else make_frozen(conv.run(value).y)
+    return make_frozen(func(pixels(x), weight, bias, stride, padding, dilation, groups))
+
+
+@frozen(F.pad)
+def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+    """Let zeros around a map wait for a convolution."""
+    x = input
+    if not isinstance(x, FrozenTensor) or mode != "constant" or value or len(pad) != 4 or x.dim() != 4:
+        return NotImplemented
+    recipe = pad_later(x, tuple(pad))
+    return NotImplemented if recipe is None else defer_frozen(recipe, x.outer)
 
 
 def convolve_short(func: Any, x: Tensor, w: Tensor, b: Tensor | None, *where: Any) -> Tensor:

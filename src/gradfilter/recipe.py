@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from sys import getrefcount
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter import native
@@ -17,6 +19,8 @@ from gradfilter.patches import Pair
 
 Sources = tuple[tuple[Tensor, int], ...]
 """Tensors, each with the version that is meant."""
+Zeros = tuple[int, int, int, int]
+"""Zeros around a map: left, right, top, bottom, as `F.pad` has them."""
 
 
 class Convolution(NamedTuple):
@@ -67,11 +71,26 @@ class Ended(NamedTuple):
     promise: Promise
 
 
+class Padding(NamedTuple):
+    """Zeros around a map, for a convolution to take in.
+
+    Attributes:
+        zeros: How many.
+        x: The map.
+        read: Gives its value, which may have to be computed.
+    """
+
+    zeros: Zeros
+    x: Tensor
+    read: Callable[[Tensor], Tensor]
+
+
 class Recipe(NamedTuple):
     """A map as a function of tensors that are there: y = conv(x)·scale + shift + residual, each of them where there is one.
 
     A pointwise convolution with many more outputs than inputs may end in its activation, and wait with that for a depthwise
-    convolution: the library computes both without the map between them, the largest of a mobile network.
+    convolution: the library computes both without the map between them, the largest of a mobile network. Zeros around a map
+    wait by themselves.
 
     Attributes:
         x: The value that it starts from [N, C, H, W].
@@ -83,6 +102,7 @@ class Recipe(NamedTuple):
         residual: A value of the same shape as the result.
         ended: The activation behind all that, where nothing but a depthwise convolution may join any more.
         before: The recipe of the map that the convolution reads, where that is not computed; x is then that one's.
+        padding: Zeros around x, and nothing else.
     """
 
     x: Tensor
@@ -94,6 +114,12 @@ class Recipe(NamedTuple):
     residual: Tensor | None = None
     ended: Ended | None = None
     before: Recipe | None = None
+    padding: Padding | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether norms, residuals and activations may join."""
+        return self.ended is None and self.padding is None
 
     @property
     def may_expand(self) -> bool:
@@ -167,6 +193,8 @@ class Recipe(NamedTuple):
             last: Whether it will not run again: then the result may take the place of what it starts from.
         """
         self.check_sources()
+        if self.padding is not None:
+            return Fused(F.pad(self.padding.read(self.padding.x), self.padding.zeros), None, None)
         if self.conv is None:
             out = self.x if last and self.is_unseen() else None
             return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual, out)
@@ -193,16 +221,15 @@ class Recipe(NamedTuple):
         return expanded.out
 
     def follow(
-        self, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
+        self, w: Tensor, b: Tensor | None, stride: Pair, zeros: Zeros | None, dilation: Pair, groups: int
     ) -> Recipe | None:
         """Return the recipe of a depthwise convolution of this map, which has ended; `None` where the two do not join."""
-        if padding is None or self.conv is None or w.shape[2:] == (1, 1) or not native.can_expand(self.x, self.conv.w, w):
+        if zeros is None or self.conv is None or w.shape[2:] == (1, 1) or not native.can_expand(self.x, self.conv.w, w):
             return None
-        found = find_kernel(self.shape, w.shape, stride, padding, dilation, groups)
-        if found is None or found[0] != "depthwise" or not fits(b, w.shape[0], w.dtype):
+        conv = make_convolution(self.shape, w, b, stride, zeros, dilation, groups)
+        if conv is None or conv.kernel != "depthwise":
             return None
-        conv = Convolution(found[0], copy(w), b if b is None else copy(b), stride, padding, dilation, groups, found[1])
-        return Recipe(self.x, self.sources, (*self.shape[:2], *found[1]), conv, before=self)
+        return Recipe(self.x, self.sources, (*self.shape[:2], *conv.size), conv, before=self)
 
 
 def start(value: Tensor, source: Tensor, conv: Convolution | None = None) -> Recipe:
@@ -211,29 +238,42 @@ def start(value: Tensor, source: Tensor, conv: Convolution | None = None) -> Rec
     return Recipe(value, ((source, source._version),), shape, conv)
 
 
+def surround(padding: Pair, zeros: Zeros = (0, 0, 0, 0)) -> Zeros:
+    """Return the zeros around a map where a convolution pads the zeros that are there already."""
+    (h, w), (left, right, top, bottom) = padding, zeros
+    return left + w, right + w, top + h, bottom + h
+
+
 def find_convolution(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair | None, dilation: Pair, groups: int
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, zeros: Zeros | None, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if padding is None or x.dim() != 4 or not native.can_read(x, w):
+    if zeros is None or x.dim() != 4 or not native.can_read(x, w):
         return None
-    found = find_kernel(x.shape, w.shape, stride, padding, dilation, groups)
-    if found is None or not fits(b, w.shape[0], x.dtype):
-        return None  # where anything is wrong, torch says what
-    return Convolution(found[0], copy(w), b if b is None else copy(b), stride, padding, dilation, groups, found[1])
+    return make_convolution(x.shape, w, b, stride, zeros, dilation, groups)
+
+
+def make_convolution(
+    x: tuple[int, ...], w: Tensor, b: Tensor | None, stride: Pair, zeros: Zeros, dilation: Pair, groups: int
+) -> Convolution | None:
+    """Return a convolution of a map of this shape; `None` also where anything is wrong: torch says what."""
+    found = find_kernel(x, w.shape, stride, zeros, dilation, groups)
+    if found is None or not fits(b, w.shape[0], w.dtype):
+        return None
+    return Convolution(found[0], copy(w), b if b is None else copy(b), stride, (zeros[2], zeros[0]), dilation, groups, found[1])
 
 
 @lru_cache(maxsize=4096)
 def find_kernel(
-    x: tuple[int, ...], w: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
+    x: tuple[int, ...], w: tuple[int, ...], stride: Pair, zeros: Zeros, dilation: Pair, groups: int
 ) -> tuple[str, Pair] | None:
     """Return the library's kernel for an input and a weight of these shapes, and the size of the output."""
-    if len(w) != 4 or x[1] != w[1] * groups or min(padding) < 0 or min(stride) < 1 or min(dilation) < 1:
+    if len(w) != 4 or x[1] != w[1] * groups or min(zeros) < 0 or min(stride) < 1 or min(dilation) < 1:
         return None
-    kernel = native.find_kernel(w, x[1], stride, padding, dilation, groups)
-    h, width = (
-        (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in zip(x[2:], padding, dilation, w[2:], stride, strict=True)
-    )
+    left, right, top, bottom = zeros
+    kernel = native.find_kernel(w, x[1], stride, (max(top, bottom), max(left, right)), dilation, groups)
+    sizes = x[2] + top + bottom, x[3] + left + right
+    h, width = ((n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(sizes, dilation, w[2:], stride, strict=True))
     if kernel is None or min(h, width) < 1 or not native.prefers(kernel, w, stride, (h, width)):
         return None
     return kernel, (h, width)

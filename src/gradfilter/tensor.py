@@ -147,6 +147,8 @@ class PatchTensor(Handle):
             found = RULES.get(func) if torch.is_grad_enabled() else None
             if found is None and getattr(func, "__name__", "") == "__set__":  # autograd sets attributes, too, from within
                 sets_data = func == SET_DATA and isinstance(args[0], PatchTensor)
+                if sets_data:
+                    args[0].watch.settle()
                 if sets_data and args[0].recipe is not None:  # whose means and slopes somebody may have been promised
                     resolve(args[0])
                 func(*args, **(kwargs or {}))

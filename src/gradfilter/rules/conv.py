@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gradfilter import native, patches
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
-from gradfilter.deferred import can_compute, can_defer
+from gradfilter.deferred import can_compute, can_defer, find_inside
 from gradfilter.emit import defer, emit
 from gradfilter.keep import FULL, Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
-from gradfilter.recipe import Recipe, find_convolution, start
+from gradfilter.recipe import Recipe, find_convolution, start, surround
 from gradfilter.regions import Choices
 from gradfilter.rules.geometry import Geometry, make_geometry
 from gradfilter.rules.shape import Padded
@@ -202,29 +202,28 @@ def conv2d(
         return NotImplemented
     x, recipe, choices = input, None, find_choices(input, weight)
     stride, dilation = as_pair(stride), as_pair(dilation)
-    zeros = None if isinstance(padding, str) else as_pair(padding)
-    before = x.recipe
-    if before is not None and before.ended is not None and choices.keep == FULL and choices.kernel == "lift" and can_defer(x):
+    pads, unpadded = (0, 0, 0, 0), x
+    if isinstance(x.origin, Padded) and x.origin.is_intact:
+        # Patches of a padded map would straddle those of the map: take the map itself and let the kernel pad.
+        pads, unpadded = x.origin.pads, x.origin.x
+    inside, around = find_inside(x) if unpadded is not x else (x, pads)
+    zeros = None if isinstance(padding, str) else surround(as_pair(padding), around)
+    before, joins = inside.recipe, choices.keep == FULL and choices.kernel == "lift"
+    if before is not None and before.ended is not None and joins and can_defer(inside):
         recipe = before.follow(weight, bias, stride, zeros, dilation, groups)
-    value = x.value if recipe is not None else pixels(x)
+    value = inside.value if recipe is not None else pixels(inside)
     conv = None
-    if recipe is None and can_compute(x):
+    if recipe is None and can_compute(inside):
         conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups)
-    if conv is not None and can_defer(x):
-        recipe = start(value, x, conv)
+    if conv is not None and can_defer(inside):
+        recipe = start(value, inside, conv)
     if recipe is not None:
         y = make_carrier(recipe.shape, value)
     elif conv is not None:
         y = conv.run(value).y
     else:
         with torch.no_grad():
-            y = func(value, weight, bias, stride, padding, dilation, groups)
-    pads = (0, 0, 0, 0)
-    if isinstance(x.origin, Padded) and x.origin.is_intact:
-        # Patches of a padded map would straddle those of the map: take the map itself and let the kernel pad.
-        pads, unpadded = x.origin.pads, x.origin.x
-    else:
-        unpadded = x
+            y = func(pixels(x), weight, bias, stride, padding, dilation, groups)
     kernel, size, out_size = map_size(weight), map_size(unpadded), map_size(y)
     before = resolve_padding(padding, kernel, dilation, pads)
     out_patch = choices.tiling.patch_for(out_size)

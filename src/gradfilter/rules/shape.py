@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
-from gradfilter.emit import finish, wrap
+from gradfilter.deferred import make_placeholder, pad_later, wait
+from gradfilter.emit import DeferredTensor, finish, wrap
 from gradfilter.errors import InputError
 from gradfilter.patches import PAD_MODES, is_map, pad_axis
 from gradfilter.rules.meet import meet
@@ -55,11 +56,18 @@ def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float
     else:
         amounts[layout.rows] = amounts[layout.columns] = (0, 0)
     others = any(any(amount) for amount in amounts)
-    with torch.no_grad():
-        y = func(pixels(x), pad, mode, value)
+    pads = left, right, top, bottom
+    # Zeros around what a crop has left are another map.
+    folds = mode == "constant" and not value and min(pads) >= 0 and is_map(x, layout) and not others
+    recipe = pad_later(x, pads) if folds else None
+    if recipe is not None:
+        y = make_placeholder(recipe)
+    else:
+        with torch.no_grad():
+            y = func(pixels(x), pad, mode, value)
     if not y.numel() or (others and mode != "constant"):
         return NotImplemented
-    carrier, patch, pads = x.carrier, x.patch, (left, right, top, bottom)
+    carrier, patch = x.carrier, x.patch
     if others:
         carrier = F.pad(carrier, [n for amount in reversed(amounts) for n in amount])
     if any(pads):
@@ -67,9 +75,12 @@ def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float
         rows = pad_axis(h, top, bottom, mode, x.patch[0], patch[0])
         columns = pad_axis(w, left, right, mode, x.patch[1], patch[1])
         carrier: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
-    # Zeros around what a crop has left are another map.
-    folds = mode == "constant" and not value and min(pads) >= 0 and is_map(x, layout) and not others
-    return wrap(y, carrier, patch, x.choices, Padded(x, pads, x.seen_version) if folds else None, layout)
+    origin = Padded(x, pads, x.seen_version) if folds else None
+    if recipe is None:
+        return wrap(y, carrier, patch, x.choices, origin, layout)
+    padded = wrap(y, carrier, patch, x.choices, origin, layout, DeferredTensor)
+    wait(padded, recipe)
+    return padded
 
 
 class Cat(Function):
