@@ -53,6 +53,14 @@ class Parts(nn.Module):
         """Return the depthwise convolution of such a map."""
         return self.taps_norm(self.taps(self.hide(x, inplace=True)))
 
+    def pad(self, x: Tensor) -> Tensor:
+        """Return a map with zeros around it, as large as x, which wait for a convolution."""
+        return F.pad(F.relu6(self.three_norm(F.conv2d(x, self.three.weight))), (1, 1, 0, 2))
+
+    def frame(self, x: Tensor) -> Tensor:
+        """Return the same around a map that waits for a depthwise one."""
+        return F.pad(self.hide(F.conv2d(x, self.three.weight)), (2, 0, 1, 1))
+
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem_norm(self.stem(x)))
         x = self.use(self, x)

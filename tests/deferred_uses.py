@@ -221,7 +221,7 @@ USES = {
 WAITS = "net.norm(net.conv(x))"
 EXPANDED = {
     f"{name}-{way}": program.replace(WAITS, f"net.{way}(x)")
-    for way in ("hide", "expand")
+    for way in ("hide", "expand", "pad", "frame")
     for name, program in USES.items()
     if WAITS in program
 } | {
@@ -243,6 +243,37 @@ EXPANDED = {
     "stride": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, None, 2, 1, 1, 16))",
     "pad": "return F.relu(F.conv2d(F.pad(net.hide(x), (0, 1, 0, 1)), net.taps.weight, None, 2, 0, 1, 16))",
     "same": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, None, 1, 'same', 1, 16))",
+    "pad_before_taps": "return net.last(F.relu6(net.taps_norm(net.taps(net.frame(x))))) + x",
+    "pad_before_strided_taps": "return F.relu(F.conv2d(net.frame(x), net.taps.weight, None, (2, 1), (0, 1), (1, 2), 16))",
+    "pad_before_same": "return F.relu(F.conv2d(net.frame(x), net.taps.weight, None, 1, 'same', 1, 16)) + net.pad(x)",
+    "pad_before_all": "p = net.pad(x); return net.conv(p) + net.deep(p) + net.wide(p) + F.relu(net.three_norm(net.three(p)))",
+    "pad_around_hidden_before_all": "p = net.frame(x); return net.conv(p) + net.taps(p) + net.wide(p) + F.relu(net.three_norm(net.three(p)))",
+    "pad_before_one_tap": "return F.conv2d(net.frame(x), net.conv.weight, None, 1, 1)[:, :, 1:-1, 1:-1] + net.taps(net.frame(x))",
+    "pad_of_pad": "return F.conv2d(F.pad(net.frame(x), (1, 0, 2, 0)), net.taps.weight, None, 1, (0, 1), 1, 16)[:, :, :, 1:]",
+    "pad_by_nothing": "return net.taps(F.pad(net.hide(x), (0, 0, 0, 0))) + net.three(F.pad(x, (0, 0)))",
+    "pad_by_ones": "return F.conv2d(F.pad(net.hide(x), (1, 1, 1, 1), value=1.0), net.taps.weight, groups=16)",
+    "pad_by_reflection": "return F.conv2d(F.pad(net.hide(x), (1, 1, 1, 1), 'reflect'), net.taps.weight, groups=16)",
+    "pad_and_crop": "return F.conv2d(F.pad(net.hide(x), (2, -1, 2, -1)), net.taps.weight, None, 1, 0, 1, 16) + net.last(x)[:, :, 1:, 1:]",
+    "pad_channels": "return F.pad(net.hide(x), (0, 0, 0, 0, 1, 1))[:, 2:] + net.taps(net.hide(x))",
+    "pad_before_pool": "return F.max_pool2d(net.frame(x), 3, 1, 1) + F.avg_pool2d(net.pad(x), 3, 1, 1)",
+    "pad_is_seen": "p = net.frame(x); y = F.relu(net.taps_norm(net.taps(p))); net.seen.append(p); return y",
+    "pad_is_used": "p = net.frame(x); y = F.relu(net.taps_norm(net.taps(p))); return y + p",
+    "pad_is_changed": "p = net.frame(x); y = net.taps_norm(net.taps(p)); p.mul_(2.0); return F.relu(y) + p",
+    "pad_is_changed_before": "p = net.frame(x); p.mul_(2.0); return F.relu(net.taps(p)) + p",
+    "pad_data_is_set": "p = net.frame(x); p.data = torch.ones(p.shape); return net.taps(p)",
+    "inside_is_used": "h = net.hide(x); p = F.pad(h, (1, 1, 1, 1)); y = F.conv2d(p, net.taps.weight, groups=16); return F.relu(y) + h",
+    "inside_is_used_too": "h = net.hide(x); p = F.pad(h, (1, 1, 1, 1)); y = net.taps(h); return F.relu(F.conv2d(p, net.taps.weight, groups=16)) + y",
+    "inside_is_changed": "h = net.hide(x); p = F.pad(h, (1, 1, 1, 1)); h.mul_(2.0); return F.conv2d(p, net.taps.weight, groups=16) + h",
+    "inside_is_changed_by_relu": "h = net.conv(x); p = F.pad(h, (1, 1, 1, 1)); F.relu_(h); return F.conv2d(p, net.three.weight) + h",
+    "inside_is_changed_later": "h = net.hide(x); y = F.conv2d(F.pad(h, (1, 1, 1, 1)), net.taps.weight, groups=16); h.mul_(2.0); return F.relu(y) + h",
+    "inside_is_changed_in_part": "h = F.relu(net.conv(x)); p = F.pad(h, (1, 1, 1, 1)); h[:, :3] = 0; return F.conv2d(p, net.three.weight) + h",
+    "inside_data_is_set": "h = F.relu(net.conv(x)); p = F.pad(h, (1, 1, 1, 1)); h.data = torch.ones(h.shape); return F.conv2d(p, net.three.weight)",
+    "inside_alias_is_changed": "h = F.relu(net.conv(x)); d = h.detach(); p = F.pad(h, (1, 1, 1, 1)); d.mul_(2.0); return F.conv2d(p, net.three.weight)",
+    "source_of_inside_changed": "i = F.relu(net.narrow(x)); p = F.pad(F.relu6(net.grow(i)), (1, 1, 1, 1)); i.mul_(3.0); return F.conv2d(p, net.taps.weight, groups=16) + i.mean()",
+    "pad_never_read": "net.frame(x); net.pad(x); return x",
+    "pad_read_by_its_gradient": "y = net.frame(x); (g,) = torch.autograd.grad(y, net.grow.weight, torch.ones(y.shape), retain_graph=True); net.seen.append(g); return y",
+    "pad_saved_on_disk": "p = net.frame(x)\nwith torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t): y = net.taps_norm(net.taps(p))\nreturn F.relu(y)",
+    "pad_checkpoint_between": "return checkpoint(lambda t: F.relu(net.taps(t)), net.frame(x), use_reentrant=False)",
     "dilation": "return F.relu(F.conv2d(net.hide(x), net.taps.weight, net.deep.bias, 1, 2, 2, 16))",
     "one_tap": "return F.relu(F.conv2d(net.hide(x), net.taps.weight[:, :, :1, :1], None, 2, 0, 1, 16))",
     "wrong_taps": "return F.relu(F.conv2d(net.hide(x), torch.ones(16, 2, 3, 3), groups=16, padding=1))",
@@ -265,7 +296,7 @@ EXPANDED = {
     "read_by_its_gradient": "y = net.expand(x); (g,) = torch.autograd.grad(y, net.grow.weight, torch.ones(y.shape), retain_graph=True); net.seen.append(g); return y",
     "hidden_read_by_its_gradient": "y = net.hide(x); (g,) = torch.autograd.grad(y, net.grow.weight, torch.ones(y.shape), retain_graph=True); net.seen.append(g); return y",
 }
-"""The same with what waits around an expansion: its activation, or the depthwise convolution behind that."""
+"""The same with what waits around an expansion, its activation or the depthwise convolution behind that, and with zeros."""
 
 FROZEN_USES = {
     "trained_twice": "h = F.relu(net.norm(net.conv(x))); h.add_(net.last(h)); return F.relu(net.last_norm(net.last(x)) + h)",

@@ -60,9 +60,10 @@ def test_expansions_and_taps_run_as_one(monkeypatch):
     """Without this, the tests above could pass for want of anything to test."""
     calls, run = [], native.expand
     monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
-    model = gf.apply_(make_parts(make_use(EXPANDED["mobile"])), make_plan())
-    run_step(model, draw_images(2, 3, 9, 10))
-    assert len(calls) == 1
+    for count, name in enumerate(("mobile", "pad_before_taps"), 1):
+        model = gf.apply_(make_parts(make_use(EXPANDED[name])), make_plan())
+        run_step(model, draw_images(2, 3, 9, 10))
+        assert len(calls) == count
 
 
 def test_what_has_a_gradient_is_computed_for_it():
@@ -83,6 +84,19 @@ def test_what_has_a_gradient_is_computed_for_it():
         grads.append([model.get_parameter(f"{name}.weight").grad for name in ("grow", "grow_norm", "taps", "stem")])
     for mine, other in zip(*grads, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+BYPASSES = {
+    "norm": "c = net.wide(x); b = net.norm(c); scripted_inplace(c); return F.relu(b)",
+    "pad": "h = F.relu(net.conv(x)); p = F.pad(h, (1, 1, 1, 1)); scripted_inplace(h); return F.conv2d(p, net.three.weight)",
+}
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_changes_by_compiled_code_under_what_waits_are_refused(name):
+    model = gf.apply_(make_parts(make_use(BYPASSES[name])), make_plan())
+    with pytest.raises(InputError, match="was changed in place between a layer that reads it and the function behind"):
+        model(draw_images(2, 3, 9, 10))
 
 
 def test_a_gradient_of_what_is_gone_is_refused():
