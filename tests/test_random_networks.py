@@ -156,6 +156,12 @@ def check_exact(drawn, size, n, batch_norm):
     n=1,
     batch_norm="train",
 )  # a dropout of nothing, which torch allows on a part that must not be changed in place
+@example(
+    drawn=Drawn(spec(Conv), [spec(Checkpoint, steps=[spec(Conv, norm="instance running")])]),
+    size=(5, 5),
+    n=1,
+    batch_norm="train",
+)  # running statistics of what runs twice
 def test_patch_one_is_exact(drawn, size, n, batch_norm):
     check_exact(drawn, size, n, batch_norm)
 

@@ -247,7 +247,10 @@ def instance_norm(
         gamma, beta, mus, variances = (None if p is None else p.repeat(n) for p in (weight, bias, running_mean, running_var))
         value = pixels(x).reshape(1, n * channels, h, w)
         y, mu, inverse = torch.native_batch_norm(value, gamma, beta, mus, variances, True, momentum, eps)
+    result = finish_norm(x, weight, bias, mu.reshape(n, channels), inverse.reshape(n, channels), y.reshape(x.shape))
+    # After the norm has saved its tensors, as in torch: where a checkpoint runs it again, it goes no further than that.
+    with torch.no_grad():
         for statistic, moved in ((running_mean, mus), (running_var, variances)):
             if statistic is not None and moved is not None:
                 statistic.copy_(moved.reshape(n, channels).mean(0))
-    return finish_norm(x, weight, bias, mu.reshape(n, channels), inverse.reshape(n, channels), y.reshape(x.shape))
+    return result
