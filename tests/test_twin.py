@@ -75,7 +75,7 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
     w = draw(channels, 1, rows.kernel, columns.kernel, seed=3)
     want = twin.separable_gradients(maps[0], maps[1], w, geometry, True)
     g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, formats, strict=True))
-    if not native.can_pair(g, *geometry.pairs):
+    if not native.can_pair(g, kept, *geometry.pairs):
         assert not len(geometry.coefficients)  # a kernel that reads padding alone
         return
     gx, gw = twin.paired_gradients(g, kept, w.float(), geometry, need_gx)
@@ -123,7 +123,7 @@ def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layou
     w = draw(co, ci, 3, 3, seed=3).contiguous(memory_format=other)
     want = twin.separable_gradients(*maps, w, geometry, True)
     g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, (layout, other), strict=True))
-    assert native.can_tile(g, w.float())
+    assert native.can_tile(g, kept, w.float(), *geometry.tiles)
     got = native.tile_gradients(g, kept, w.float(), *geometry.tiles, need_gx=need_gx)
     assert (got[0] is not None) == need_gx
     for mine, theirs in zip(got, want, strict=True):
@@ -199,7 +199,7 @@ def test_products_of_a_single_tap_give_those_of_whole_matrices(co, ci, cells, ke
     maps = draw(n, co, *cells, seed=1), draw(n, ci, *cells, seed=2), draw(co, ci, *kernel, seed=3)
     g, x, w = (v.float().contiguous(memory_format=layout) for v, layout in zip(maps, formats, strict=True))
     w = w if dense else torch.stack([w, w], 4)[..., 0]
-    assert native.can_single(g, w)
+    assert native.can_single(g, x if needs[1] else None, w)
     want = multiply_single(*maps)
     got = native.single_gradients(g, x if needs[1] else None, w, need_gx=needs[0])
     for mine, theirs, need in zip(got, want, needs, strict=True):
@@ -231,6 +231,46 @@ def test_products_of_a_single_tap_are_the_same_on_any_number_of_threads(side, co
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
     for other in got[1:]:
         assert all(map(torch.equal, got[0], other))
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+def test_long_sums_of_a_single_tap_round_as_short_ones_do():
+    g, x = (torch.full((8, 1024, 32, 32), 0.1).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    _, gw = native.single_gradients(g, x, torch.ones(1024, 1024, 1, 1), need_gx=False)
+    torch.testing.assert_close(gw.double(), torch.full(gw.shape, 8192 * float(g[0, 0, 0, 0]) ** 2).double(), rtol=5e-6, atol=0)
+
+
+KINDS = {"single": (16, 1, True), "tiles": (16, 1, False), "pairs": (1, 16, False)}
+"""Input channels of a weight, groups, and whether its kernel is lumped."""
+WRONG = {
+    "dtype": lambda kept: kept.bfloat16(),
+    "images": lambda kept: kept[:1],
+    "channels": lambda kept: kept[:, :8],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_library_does_not_read_what_it_cannot(kind, wrong):
+    """What is kept comes back through hooks of the user's on saved tensors."""
+    (ci, groups, lumped), axis = KINDS[kind], Axis(3, 1, 1, 1, 14, 14, 4, 4)
+    geometry = make_geometry(axis, axis, groups, lumped)
+    g, kept = (make_map(16, (4, 4), torch.channels_last, seed).float() for seed in (1, 2))
+    with pytest.raises((RuntimeError, ValueError)):
+        twin.conv_gradients(g, WRONG[wrong](kept), draw(16, ci, 3, 3).float(), geometry, need_gx=True)
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize("kind", KINDS)
+def test_negated_views_keep_their_sign(kind):
+    (ci, groups, lumped), axis = KINDS[kind], Axis(3, 1, 1, 1, 14, 14, 4, 4)
+    geometry = make_geometry(axis, axis, groups, lumped)
+    g, kept = (make_map(16, (4, 4), torch.channels_last, seed).float() for seed in (1, 2))
+    w = draw(16, ci, 3, 3).float()
+    want = twin.conv_gradients(g, kept, w, geometry, need_gx=True)
+    for turned in ([torch._neg_view(g), -kept, -w], [-g, torch._neg_view(kept), -w], [-g, -kept, torch._neg_view(w)]):
+        got = twin.conv_gradients(*turned, geometry, need_gx=True)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")

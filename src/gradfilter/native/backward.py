@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_multiply
+from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
@@ -39,9 +39,11 @@ class AxisTiles:
         return self.tiles.ctypes.data, len(self.tiles), *self.cells, *self.taps.flat
 
 
-def can_tile(g: Tensor, w: Tensor) -> bool:
+def can_tile(g: Tensor, x: Tensor | None, w: Tensor, rows: AxisTiles, columns: AxisTiles) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, whole vectors of channels on both sides."""
-    return w.shape[0] % CHANNELS == w.shape[1] % CHANNELS == 0 and can_multiply(g, w)
+    (n, co), ci = g.shape[:2], w.shape[1]
+    plain = is_plain(w, (co, ci, 3, 3)) and is_plain(x, (n, ci, rows.cells[0], columns.cells[0]))
+    return co % CHANNELS == ci % CHANNELS == 0 and plain and g.dtype is torch.float32 and can_run(g)
 
 
 def tile_gradients(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -116,13 +116,15 @@ def can_run(x: Tensor) -> bool:
         and is_on()  # before the memory format, which transforms do not know
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
+        and not x.is_neg()
     )
 
 
-def can_multiply(g: Tensor, w: Tensor) -> bool:
-    """Tell whether the library can read a gradient and a weight in its products: float32, and the weight a plain tensor."""
-    plain = type(w) in (Tensor, Parameter) and w.is_cpu
-    return plain and g.dtype is w.dtype is torch.float32 and can_run(g)
+def is_plain(x: Tensor | None, shape: Sequence[int]) -> bool:
+    """Tell whether the library can read numbers that it multiplies, in memory of any order: float32 of this shape, or none."""
+    return x is None or (
+        type(x) in (Tensor, Parameter) and x.is_cpu and x.dtype is torch.float32 and x.shape == shape and not x.is_neg()
+    )
 
 
 @lru_cache(maxsize=32)

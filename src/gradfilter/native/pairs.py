@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
@@ -41,10 +41,11 @@ class AxisPairs:
         return self.start.ctypes.data, self.pairs.ctypes.data, len(self.start) - 1, self.out, self.coefficients
 
 
-def can_pair(g: Tensor, rows: AxisPairs, columns: AxisPairs) -> bool:
+def can_pair(g: Tensor, x: Tensor | None, rows: AxisPairs, columns: AxisPairs) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of no or very many taps."""
     few = 0 < rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
-    return few and g.dtype is torch.float32 and g.shape[1] >= CHANNELS and can_run(g)
+    plain = is_plain(x, (*g.shape[:2], len(rows.start) - 1, len(columns.start) - 1))
+    return few and plain and g.dtype is torch.float32 and g.shape[1] >= CHANNELS and can_run(g)
 
 
 def pair_gradients(

@@ -8,8 +8,8 @@
 
 #include "outer.h"
 
-/* Cells at once, the least of a part, the most parts, and the most sums that they may have. */
-enum { CHUNK = 96, LEAST_CELLS = 512, MOST_PARTS = 16, SUM_FLOATS = 1 << 20 };
+/* Cells at once, and the least of a part, in whole tiles of any width; the most parts, and the most sums they may have. */
+enum { TILE = 12, CHUNK = 8 * TILE, PART = 43 * TILE, MOST_PARTS = 16, SUM_FLOATS = 1 << 20 };
 
 /* Pieces of work that a thread should find, so that none waits long for the last one. */
 enum { PIECES = 4 };
@@ -19,7 +19,8 @@ typedef struct {
     int64_t vectors, panels; /* of gx's channels */
     int64_t blocks;          /* of g's */
     int64_t parts, part;     /* how many, and cells of each */
-    int64_t gx_slices, gw_slices; /* pieces of a part: of gx alone, and of gw alone; no gx where one piece has both */
+    int64_t gx_slices;       /* pieces of a part that are of gx alone: none where one piece has all */
+    int64_t gw_slices;       /* the other ones */
     int64_t pitch;           /* floats of a row of sums */
     float *weight;           /* summed over taps: [panel, channel of g, vector, lane] */
     float *sums;             /* [part, channel of g, vector, lane]: gw itself where it can be */
@@ -171,7 +172,7 @@ int GF_LEVEL(gf_single)(const gf_single *t, int threads) {
     p.panels = count_panels(p.vectors);
     p.pitch = p.vectors * GF_LANES;
     const int64_t all = p.blocks * BLOCK * p.pitch, parts = gf_most(1, gf_least(MOST_PARTS, SUM_FLOATS / all));
-    p.part = gf_ceil_div(gf_most(LEAST_CELLS, gf_ceil_div(t->cells, parts)), 12) * 12;
+    p.part = gf_most(PART, gf_ceil_div(gf_ceil_div(t->cells, parts), TILE) * TILE);
     p.parts = gf_ceil_div(t->cells, p.part);
     const int64_t pieces = threads > 1 ? gf_ceil_div(PIECES * threads, p.parts) : 1;
     if (pieces > 1) {
@@ -181,7 +182,7 @@ int GF_LEVEL(gf_single)(const gf_single *t, int threads) {
     const int direct = p.parts == 1 && all == t->co * t->ci;
     const int64_t weight = t->gx ? t->co * p.pitch : 0, sums = t->gw && !direct ? p.parts * all : 0;
     void *owner;
-    p.weight = gf_take_memory(gf_float_bytes(weight + sums), &owner);
+    p.weight = gf_take_memory(gf_float_bytes(gf_most(1, weight + sums)), &owner);
     if (!p.weight) return -1;
     p.sums = direct ? t->gw : p.weight + weight;
     p.x_at = gf_float_bytes(t->gw ? CHUNK * p.blocks * BLOCK : 0);

@@ -7,16 +7,18 @@ import struct
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_multiply
+from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("4q 3Q 2q 2Q")
 """`gf_single` of single.h."""
 
 
-def can_single(g: Tensor, w: Tensor) -> bool:
+def can_single(g: Tensor, x: Tensor | None, w: Tensor) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, a whole vector of input channels at least."""
-    return w.shape[1] >= CHANNELS and can_multiply(g, w)
+    (n, co, *cells), (ci, *kernel) = g.shape, w.shape[1:]
+    plain = is_plain(w, (co, ci, *kernel)) and is_plain(x, (n, ci, *cells))
+    return ci >= CHANNELS and plain and g.dtype is torch.float32 and can_run(g)
 
 
 def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -> tuple[Tensor | None, Tensor | None]:

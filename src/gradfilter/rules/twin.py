@@ -52,9 +52,9 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
     if geometry.is_single_tap:
         return single_tap_gradients(g, kept, w, geometry, need_gx)
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
-    if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, *geometry.pairs):
+    if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, kept, *geometry.pairs):
         return paired_gradients(g, kept, w, geometry, need_gx)
-    if geometry.groups == 1 and geometry.tiles is not None and not is_traced() and prefers_tiles(g, w, geometry.tiles):
+    if geometry.groups == 1 and geometry.tiles is not None and not is_traced() and prefers_tiles(g, kept, w, geometry.tiles):
         return native.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
     if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
@@ -125,7 +125,7 @@ def convolved_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -
     return times(gw, factor_c.t(), 1)
 
 
-def prefers_tiles(g: Tensor, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
+def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
     """Tell whether the library's Winograd kernel is the cheapest way.
 
     Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
@@ -134,7 +134,7 @@ def prefers_tiles(g: Tensor, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> b
     with 256 channels and more, but 1.1 to 5 times with few.
     """
     saves = any((axis.tiles["outs"] > 1).any() for axis in tiles)
-    return (saves or w.shape[0] * w.shape[1] <= FEW) and native.can_tile(g, w)
+    return (saves or w.shape[0] * w.shape[1] <= FEW) and native.can_tile(g, kept, w, *tiles)
 
 
 def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:
@@ -169,13 +169,14 @@ def sum_taps(w: Tensor) -> Tensor:
     return w[:, :, 0, 0] if w.shape[2] == w.shape[3] == 1 else w.sum((2, 3))
 
 
-def prefers_single(g: Tensor, w: Tensor) -> bool:
+def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
     """Tell whether the library's two products are the cheaper ones.
 
-    Measured against torch's on one core and on two, 16 to 1280 channels, 4 to 153,600 cells: 1.05 to 1.4 and 1.04 to 2.8 times
-    faster with AVX-512, 0.98 to 1.5 and 0.98 to 1.7 times with AVX2 beside torch's AVX-512. On one cell, 0.4 to 0.8 times.
+    Measured against torch's on one core and on two, 16 to 1280 channels, 4 to 153,600 cells: 1.05 to 1.4 and 1.0 to 2.8 times
+    faster with AVX-512, 0.98 to 1.5 and 0.98 to 1.7 times with AVX2 beside torch's AVX-512. On one cell, 0.4 to 0.8 times, and
+    as slow for one output channel, of which torch's are products of a matrix and a vector.
     """
-    return g.numel() >= LEAST_CELLS * g.shape[1] and native.can_single(g, w)
+    return w.shape[0] > 1 and g.numel() >= LEAST_CELLS * g.shape[1] and native.can_single(g, kept, w)
 
 
 def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
@@ -185,7 +186,7 @@ def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Ge
     gradient: gx = Lᵀ (Σ_uv w[u,v])ᵀ G L, gw[u,v] = Σ G · (L x̄ Lᵀ).
     """
     gx = gw = None
-    if geometry.groups == 1 and not is_traced() and prefers_single(g, w):
+    if geometry.groups == 1 and not is_traced() and prefers_single(g, kept, w):
         gx, gw = native.single_gradients(g, kept, w, need_gx=need_gx)
     elif geometry.groups == 1:
         rows = to_rows(g)
