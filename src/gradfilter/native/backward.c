@@ -18,6 +18,9 @@ enum { POSITIONS = 16, GROUP = 8 };
 /* Tiles in a round: as many as keep a position of all channels in the second cache, for at its end threads wait. */
 enum { LEAST_TILES = 128, MOST_TILES = 512, TILE_FLOATS = 65536 };
 
+/* How many channels of g ahead of a kernel the ones to come are fetched: they lie far apart. */
+enum { AHEAD = 4 };
+
 /* In which order tiles stand, by the axes along which they have two cells. */
 enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
 
@@ -219,6 +222,7 @@ static void pack_panel(const plan *p, int64_t start, int64_t width, float *to) {
     for (int64_t o = 0; o < t->co; o++)
         for (int64_t j = 0; j < width; j++, to += GF_LANES) {
             const float *from = t->w + o * 9 * t->ci + (start + j) * GF_LANES;
+            for (int64_t k = 0; k < 9; k++) fetch(from + (AHEAD * 9 + k) * t->ci, GF_LANES);
             gf_vec half[4][3];
 #pragma GCC unroll 3
             for (int v = 0; v < 3; v++) {

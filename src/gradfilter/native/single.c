@@ -11,6 +11,9 @@
 /* Cells at once, and the least of a part, in whole tiles of any width; the most parts, and the most sums they may have. */
 enum { TILE = 12, CHUNK = 8 * TILE, PART = 43 * TILE, MOST_PARTS = 16, SUM_FLOATS = 1 << 20 };
 
+/* How many channels of g ahead of a weight the ones to come are fetched: they lie far apart. */
+enum { AHEAD = 4 };
+
 /* Pieces of work that a thread should find, so that none waits long for the last one. */
 enum { PIECES = 4 };
 
@@ -50,6 +53,8 @@ GF_INLINE void sum_some(const plan *p, range channels, range panels, const int d
             float *to = p->weight + (start * t->co + o * width) * GF_LANES;
             for (int64_t j = start; j < start + width; j++, to += GF_LANES) {
                 const float *from = t->w + o * t->taps * t->ci + gf_vec_start(j, t->ci) * (dense ? 1 : t->channel);
+                if (dense)
+                    for (int64_t k = 0; k < t->taps; k++) fetch(from + AHEAD * t->taps * t->ci + k * t->tap, GF_LANES);
                 gf_vec sum = dense ? gf_load(from) : gather(from, t->channel);
                 for (int64_t k = 1; k < t->taps; k++)
                     sum += dense ? gf_load(from + k * t->tap) : gather(from + k * t->tap, t->channel);
