@@ -277,20 +277,21 @@ def test_negated_views_keep_their_sign(kind):
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 @pytest.mark.parametrize(
-    ("channels", "cells", "runs"),
+    ("co", "ci", "cells", "runs"),
     [
-        (24, (2, 2), True),
-        (12, (2, 2), False),  # no whole vector
-        (24, (1, 1), False),  # two cells: the weight is more work than they are
+        (24, 24, (2, 2), True),
+        (24, 12, (2, 2), False),  # no whole vector
+        (1, 24, (2, 2), False),  # a product of a matrix and a vector
+        (24, 24, (1, 1), False),  # two cells: the weight is more work than they are
     ],
 )
-def test_products_of_a_single_tap_are_the_librarys_in_single_precision(channels, cells, runs, monkeypatch):
+def test_products_of_a_single_tap_are_the_librarys_in_single_precision(co, ci, cells, runs, monkeypatch):
     calls = []
     monkeypatch.setattr(native, "single_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
     axis = Axis(3, 1, 1, 1, 4 * cells[0], 4 * cells[0], 4, 4)
     geometry = make_geometry(axis, axis, 1, True)
-    g, kept = (make_map(channels, cells, torch.channels_last, seed) for seed in (1, 2))
-    w = draw(channels, channels, 3, 3)
+    g, kept = (make_map(channels, cells, torch.channels_last, seed) for seed, channels in enumerate((co, ci)))
+    w = draw(co, ci, 3, 3)
     twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
     for dtype in (torch.float64, torch.bfloat16):

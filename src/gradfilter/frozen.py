@@ -179,9 +179,9 @@ def conv2d(
         if recipe is not None:
             return defer_frozen(recipe, x.outer)
     if x.outer is not None:
-        where = stride, padding, dilation, groups
-        same = weight.dtype is x.outer and (bias is None or bias.dtype is x.outer)
-        return make_frozen(convolve_short(func, pixels(x), weight, bias, *where), outer=x.outer) if same else NotImplemented
+        if weight.dtype is not x.outer or (bias is not None and bias.dtype is not x.outer):
+            return NotImplemented
+        return make_frozen(convolve_short(func, pixels(x), weight, bias, stride, padding, dilation, groups), outer=x.outer)
     if can_compute(inside):
         value = pixels(inside)
         conv = find_convolution(value, weight, bias, *where)

@@ -18,9 +18,6 @@ enum { POSITIONS = 16, GROUP = 8 };
 /* Tiles in a round: as many as keep a position of all channels in the second cache, for at its end threads wait. */
 enum { LEAST_TILES = 128, MOST_TILES = 512, TILE_FLOATS = 65536 };
 
-/* How many channels of g ahead of a kernel the ones to come are fetched: they lie far apart. */
-enum { AHEAD = 4 };
-
 /* In which order tiles stand, by the axes along which they have two cells. */
 enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
 

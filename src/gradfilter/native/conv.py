@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from gradfilter.native.fused import as_floats
-from gradfilter.native.library import CHANNELS, call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import NO_CELLS, Act, Cells, Ending, Fused, Pair, count_dtype, is_smooth
@@ -52,11 +51,7 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
 def can_read(x: Tensor, w: Tensor) -> bool:
     """Tell whether the library can read an input and a weight."""
     return (
-        can_run(x)
-        and x.dtype is w.dtype is torch.float32
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and type(w) in (Tensor, Parameter)
-        and w.is_cpu
+        can_run(x) and x.dtype is torch.float32 and x.is_contiguous(memory_format=torch.channels_last) and is_plain(w, w.shape)
     )
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from gradfilter.native.conv import can_convolve, can_finish, convolve, give_cells, make_cells, pack_task, prefers
-from gradfilter.native.library import call
+from gradfilter.native.library import call, is_plain
 from gradfilter.native.memory import empty
 from gradfilter.native.values import Cells, Ending, Expanded, Fused, Pair
 
@@ -31,10 +30,7 @@ def can_expand(x: Tensor, w: Tensor, taps: Tensor) -> bool:
     return (
         can_convolve(x, w, one, (0, 0), one, 1) == "dense"
         and w.shape[1:] == (x.shape[1], *one)
-        and type(taps) in (Tensor, Parameter)
-        and taps.dtype is torch.float32
-        and taps.device == x.device
-        and taps.shape[:2] == (len(w), 1)
+        and is_plain(taps, (len(w), 1, *taps.shape[2:]))
     )
 
 

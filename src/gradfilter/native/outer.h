@@ -7,6 +7,9 @@
 /* Channels of g that are packed together, a multiple of ROWS, those whose sums are in registers at once. */
 enum { BLOCK = GF_CHANNELS, ROWS = GF_LANES == 16 ? 8 : 4 };
 
+/* How many channels of g ahead of those that are packed the weights of others are fetched: they lie far apart. */
+enum { AHEAD = 4 };
+
 /* As `add_outer`, for ROWS channels and V vectors. What is there is added last: a sum of sums rounds better than one
  * long sum. */
 GF_INLINE void add_tile(const float *g, const float *x, int64_t count, int adds, float *to, int64_t pitch, const int V) {

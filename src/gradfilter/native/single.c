@@ -11,9 +11,6 @@
 /* Cells at once, and the least of a part, in whole tiles of any width; the most parts, and the most sums they may have. */
 enum { TILE = 12, CHUNK = 8 * TILE, PART = 43 * TILE, MOST_PARTS = 16, SUM_FLOATS = 1 << 20 };
 
-/* How many channels of g ahead of a weight the ones to come are fetched: they lie far apart. */
-enum { AHEAD = 4 };
-
 /* Pieces of work that a thread should find, so that none waits long for the last one. */
 enum { PIECES = 4 };
 

@@ -33,14 +33,11 @@ def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -
     (n, co, *cells), (ci, *kernel), layout = g.shape, w.shape[1:], torch.channels_last
     g = g.contiguous(memory_format=layout)
     x = None if x is None else x.contiguous(memory_format=layout)
-    weight, (taps, tap, channel) = None, (1, 0, 1)
+    weight, taps = None, kernel[0] * kernel[1]
+    first = taps > 1 and w.is_contiguous()
+    tap, channel = (1, taps) if first else (ci, 1)
     if need_gx:
-        weight, taps = w.detach(), kernel[0] * kernel[1]
-        tap, channel = ci, 1
-        if taps > 1 and weight.is_contiguous():
-            tap, channel = 1, taps
-        else:
-            weight = weight.contiguous(memory_format=layout)
+        weight = w.detach() if first else w.detach().contiguous(memory_format=layout)
     gx = empty((n, ci, *cells), torch.float32, layout) if need_gx else None
     gw = None if x is None else empty((co, ci))
     g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in (g, x, weight, gx, gw))
