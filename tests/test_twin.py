@@ -219,12 +219,37 @@ def test_products_of_a_single_tap_give_those_of_whole_matrices(co, ci, cells, ke
 )
 def test_products_of_a_single_tap_are_the_same_on_any_number_of_threads(side, co, ci):
     maps = draw(4, co, side, side, seed=1), draw(4, ci, side, side, seed=2), draw(co, ci, 3, 3, seed=3)
-    want, before, got = multiply_single(*maps), torch.get_num_threads(), []
     g, x, w = (v.float() for v in maps)
+    check_on_threads(lambda: native.single_gradients(g, x, w, need_gx=True), multiply_single(*maps))
+
+
+@pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+@pytest.mark.parametrize(
+    ("n", "channels"),
+    [
+        (13, 24),  # images in parts alone
+        (13, 150),  # parts and blocks of channels
+        (3, 64),  # a part for each image
+        (13, 520),  # blocks alone
+    ],
+)
+def test_pairs_of_cells_are_the_same_on_any_number_of_threads(n, channels):
+    axis = Axis(5, 1, 1, 2, 50, 50, 4, 4)
+    geometry = make_geometry(axis, axis, channels, False)
+    maps = [draw(n, channels, 13, 13, seed=seed) for seed in (1, 2)]
+    w = draw(channels, 1, 5, 5, seed=3)
+    g, kept = (x.float().contiguous(memory_format=torch.channels_last) for x in maps)
+    want = twin.separable_gradients(maps[0], maps[1], w, geometry, True)
+    check_on_threads(lambda: twin.paired_gradients(g, kept, w.float(), geometry, True), want)
+
+
+def check_on_threads(run, want):
+    """Check that two gradients are right, and have the same bits on any number of threads."""
+    before, got = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            got.append(native.single_gradients(g, x, w, need_gx=True))
+            got.append(run())
     finally:
         torch.set_num_threads(before)
     for mine, theirs in zip(got[0], want, strict=True):

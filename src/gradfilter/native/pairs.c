@@ -1,16 +1,22 @@
-/* The gradients of a depthwise convolution between patch-constant maps, a few channels of all images at a time. */
+/* The gradients of a depthwise convolution between patch-constant maps, a few channels of some images at a time. */
 #include "pairs.h"
 #include "vec.h"
 
 /* Vectors that are in registers at once, and channels of a unit of work: as many as lie in a few cache lines. */
 enum { GROUP = 4, BLOCK = 64 };
 
+/* Units of work from which on images need not be divided: enough of them to keep a few threads busy to the end. */
+enum { MANY_UNITS = 8 };
+
 /* Let a pointer be one register: compilers like to compute each vector's address anew, from more numbers than there are. */
 #define KEEP(pointer) __asm__("" : "+r"(pointer))
 
+/* Images are divided by sizes alone, so that results are the same on any number of threads. */
 typedef struct {
     const gf_pairs *task;
-    int64_t units, coefficients;
+    int64_t blocks, parts; /* of channels, and of images */
+    int64_t coefficients;
+    float *gq; /* of each part of the images [parts, coefficients, C] */
 } plan;
 
 /* What a unit works on: `channels` of them from `first` on, and its own q and gq [coefficients, pitch]. */
@@ -89,7 +95,8 @@ GF_INLINE void run_image(const gf_pairs *t, const part *p, const float *g, const
 static void run_unit(const void *argument, int64_t unit, void *scratch) {
     const plan *all = argument;
     const gf_pairs *t = all->task;
-    part p = {.first = unit * BLOCK, .channels = unit + 1 < all->units ? BLOCK : t->c - unit * BLOCK, .q = scratch};
+    const int64_t block = unit % all->blocks, piece = unit / all->blocks;
+    part p = {.first = block * BLOCK, .channels = block + 1 < all->blocks ? BLOCK : t->c - block * BLOCK, .q = scratch};
     const int64_t in = t->rows.in * t->columns.in * t->c, out = t->rows.out * t->columns.out * t->c;
     p.vectors = gf_ceil_div(p.channels, GF_LANES);
     p.pitch = p.vectors * GF_LANES;
@@ -100,7 +107,7 @@ static void run_unit(const void *argument, int64_t unit, void *scratch) {
             if (t->gx) gf_store(p.q + own, gf_load(t->q + k * t->c + p.first + gf_vec_start(v, p.channels)));
             gf_store(p.gq + own, (gf_vec){0});
         }
-    for (int64_t image = 0; image < t->n; image++) {
+    for (int64_t image = piece * t->n / all->parts; image < (piece + 1) * t->n / all->parts; image++) {
         const float *g = t->g + image * out, *x = t->gq ? t->x + image * in : NULL;
         float *gx = t->gx ? t->gx + image * in : NULL;
         if (gx && x)
@@ -110,12 +117,32 @@ static void run_unit(const void *argument, int64_t unit, void *scratch) {
         else
             run_image(t, &p, g, x, gx, 0, 1);
     }
-    for (int64_t k = 0; t->gq && k < all->coefficients; k++)
+    if (!t->gq) return;
+    float *gq = all->gq + piece * all->coefficients * t->c + p.first;
+    for (int64_t k = 0; k < all->coefficients; k++)
         for (int64_t v = 0; v < p.vectors; v++)
-            gf_store(t->gq + k * t->c + p.first + gf_vec_start(v, p.channels), gf_load(p.gq + k * p.pitch + v * GF_LANES));
+            gf_store(gq + k * t->c + gf_vec_start(v, p.channels), gf_load(p.gq + k * p.pitch + v * GF_LANES));
+}
+
+/* Add up what the parts of the images have. */
+static void sum_parts(const plan *p) {
+    const int64_t count = p->coefficients * p->task->c;
+    memcpy(p->task->gq, p->gq, (size_t)count * sizeof(float));
+    for (int64_t piece = 1; piece < p->parts; piece++)
+        for (int64_t i = 0; i < count; i++) p->task->gq[i] += p->gq[piece * count + i];
 }
 
 int GF_LEVEL(gf_pairs)(const gf_pairs *t, int threads) {
-    plan p = {.task = t, .units = gf_most(1, t->c / BLOCK), .coefficients = t->rows.coefficients * t->columns.coefficients};
-    return gf_parallel(run_unit, &p, p.units, threads, gf_float_bytes(2 * p.coefficients * 2 * BLOCK));
+    plan p = {.task = t, .blocks = gf_most(1, t->c / BLOCK), .parts = 1, .gq = t->gq};
+    void *owner = NULL;
+    p.coefficients = t->rows.coefficients * t->columns.coefficients;
+    p.parts = gf_most(1, gf_least(t->n, MANY_UNITS / p.blocks));
+    if (t->gq && p.parts > 1) p.gq = gf_take_memory(gf_float_bytes(p.parts * p.coefficients * t->c), &owner);
+    if (t->gq && !p.gq) return -1;
+    const size_t scratch = gf_float_bytes(2 * p.coefficients * 2 * BLOCK);
+    const int failed = gf_parallel(run_unit, &p, p.blocks * p.parts, threads, scratch);
+    if (p.gq == t->gq) return failed;
+    if (!failed) sum_parts(&p);
+    gf_give_memory(p.gq, owner);
+    return failed;
 }

@@ -57,7 +57,8 @@ GF_INLINE void fetch(const float *from, int64_t floats) {
 /* How far ahead of a tile a panel fetches pixels of `inputs` numbers that lie one after the other. */
 GF_INLINE int64_t far_ahead(int64_t inputs) { return gf_most(12, 4096 / inputs) * inputs; }
 
-/* `pixels` pixels times one panel of outputs: 12 sums at once keep both multipliers busy, and 8 do. */
+/* `pixels` pixels times one panel of outputs, R at a time, then S: 12 sums at once keep both multipliers busy, and 8 do; where
+ * there are registers for 24, weights pass by half as often. */
 #define PANEL(V, R, S)                                                                                                   \
     static void panel_##V(const float *x, const under *at, const float *weight, const float *shift, float *y,            \
                           int64_t pitch, int64_t pixels, int64_t ahead) {                                                \
@@ -76,8 +77,13 @@ GF_INLINE int64_t far_ahead(int64_t inputs) { return gf_most(12, 4096 / inputs) 
     }
 
 PANEL(1, 12, 8)
+#if GF_LANES == 16
+PANEL(2, 12, 6)
+PANEL(3, 8, 4)
+#else
 PANEL(2, 6, 4)
 PANEL(3, 4, 3)
+#endif
 
 typedef void panel_fn(const float *x, const under *at, const float *weight, const float *shift, float *y, int64_t pitch,
                       int64_t pixels, int64_t ahead);
