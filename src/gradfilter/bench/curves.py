@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from gradfilter.bench.allocator import set_allocator
+from gradfilter.bench.fresh import answer, pack_plans, run_fresh, unpack_plans
 from gradfilter.bench.picture import make_curves
 from gradfilter.bench.price import REMARKS, Options, make_name, show_ratio
 from gradfilter.bench.report import Report
@@ -60,15 +63,22 @@ def measure(
                 options.watch(f"{varied} {value}")
                 at = case if varied == "patch" else replace(case, **{varied: value})
                 chosen = plan.override(patch=value) if varied == "patch" else plan
-                stage = set_up(at, layout)
-                sides = make_sides({PLAN: chosen})
-                base = sides[PLAN].exact
-                found, _ = run_sides(stage, {key: sides[key] for key in (INFERENCE, base, PLAN)}, options.rounds)
-                for key, label in ((base, EXACT), (PLAN, OURS)):
-                    row = find_row(at, key, sides[key], found)
+                order = {
+                    "case": asdict(at),
+                    "layout": layout,
+                    "plans": pack_plans({PLAN: chosen}),
+                    "rounds": options.rounds,
+                    "allocator": options.allocator,
+                }
+                run = (
+                    partial(run_fresh, "gradfilter.bench.curves", what=f"measures {varied} {value}")
+                    if options.fresh
+                    else run_order
+                )
+                for label, (row, reason) in run(order).items():
                     rows.append({**row, "varied": varied, "value": value, "method": label})
-                    if found[key].reason:
-                        remarks.append(f"{varied} {value}, {label}: {found[key].reason}.")
+                    if reason:
+                        remarks.append(f"{varied} {value}, {label}: {reason}.")
     finally:
         torch.set_num_threads(before)
     report = Report(f"{make_name(case.model)}-curves", f"How the price of a training step grows: {where}", command, COLUMNS)
@@ -77,3 +87,16 @@ def measure(
     if options.picture:
         report.picture = make_curves(report.title, rows)
     return report
+
+
+def run_order(order: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return the row of exact training and that of a plan, each with why there is none, by method."""
+    set_allocator(order["allocator"])
+    case, sides = Case(**order["case"]), make_sides(unpack_plans(order["plans"]))
+    base = sides[PLAN].exact
+    found, _ = run_sides(set_up(case, order["layout"]), {key: sides[key] for key in (INFERENCE, base, PLAN)}, order["rounds"])
+    return {label: (find_row(case, key, sides[key], found), found[key].reason) for key, label in ((base, EXACT), (PLAN, OURS))}
+
+
+if __name__ == "__main__":
+    answer(run_order)

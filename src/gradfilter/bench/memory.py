@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
-import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
@@ -13,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gradfilter.bench.allocator import set_allocator
+from gradfilter.bench.fresh import answer, pack_plans, run_fresh, unpack_plans
 from gradfilter.bench.sides import make_sides
 from gradfilter.bench.step import Case, set_up
-from gradfilter.errors import ExitWarning, GradFilterError
+from gradfilter.errors import ExitWarning
 from gradfilter.plan import Plan
 
 STEPS = 3
@@ -27,21 +26,16 @@ def measure_resident(case: Case, layout: str, allocator: str, plans: Mapping[str
         "case": dataclasses.asdict(case),
         "layout": layout,
         "allocator": allocator,
-        "plans": {name: plan.to_yaml() for name, plan in plans.items()},
+        "plans": pack_plans(plans),
         "side": side,
     }
-    command = [sys.executable, "-m", "gradfilter.bench.memory", json.dumps(order)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise GradFilterError(f"the process that measures the memory of {side!r} failed: {reason}")
-    return int(done.stdout.split()[-1])
+    return run_fresh("gradfilter.bench.memory", order, f"measures the memory of {side!r}")
 
 
 def run_steps(order: Mapping[str, Any]) -> int:
     """Run a few steps; return how far the peak of this process has risen above what it had with libraries, model and batch."""
     set_allocator(order["allocator"])
-    sides = make_sides({name: Plan.from_yaml(text) for name, text in order["plans"].items()})
+    sides = make_sides(unpack_plans(order["plans"]))
     side = sides[order["side"]]
     stage = set_up(Case(**order["case"]), order["layout"])
     run = stage.make_run(side, stage.make(side))
@@ -72,4 +66,4 @@ def find_peak() -> int:
 
 
 if __name__ == "__main__":
-    print(run_steps(json.loads(sys.argv[1])))
+    answer(run_steps)

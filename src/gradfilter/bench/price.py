@@ -6,14 +6,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gradfilter.bench.allocator import DEFAULT, REMARKS
+from gradfilter.bench.allocator import DEFAULT, REMARKS, set_allocator
 from gradfilter.bench.energy import Counter, find_counter
+from gradfilter.bench.fresh import answer, pack_plans, run_fresh, tell, unpack_plans
 from gradfilter.bench.memory import measure_resident
 from gradfilter.bench.picture import make_bars
 from gradfilter.bench.report import Report
@@ -31,6 +32,7 @@ ALONE = (
     "Inference and gradfilter alone: no other training in the process, whose freed gigabytes would spare inference the page "
     "faults that it takes by itself."
 )
+FRESH = "Each batch and number of threads has a process of its own: nothing of one is left in the allocator of another."
 
 
 def make_name(model: str) -> str:
@@ -80,6 +82,7 @@ class Options:
         watch: Told what is being done.
         peers: Whether others that train are measured, too. Their gigabytes change what the C library keeps for later, and with
             that the time of inference.
+        fresh: Whether each case has a process of its own. Smaller batches, too, change what the C library keeps.
     """
 
     rounds: int = 7
@@ -89,6 +92,7 @@ class Options:
     picture: bool = False
     watch: Callable[[str], None] = lambda _: None
     peers: bool = True
+    fresh: bool = False
 
 
 OPTIONS = Options()
@@ -102,12 +106,11 @@ def measure(
     title = f"The price of a training step: {model}, {cases[0].weights or 'random'} weights, {cases[0].pixels} px"
     kind = ("" if options.peers else "-alone") + ("" if options.allocator == DEFAULT else f"-{options.allocator}")
     report = Report(make_name(model) + kind, title, command, COLUMNS)
-    counter, energy = find_counter()
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
     try:
         for case in cases:
-            found, told = measure_case(case, plans, options, counter)
+            found, told = (measure_fresh if options.fresh else measure_case)(case, plans, options)
             rows += found
             remarks += [remark for remark in told if remark not in remarks]
             if any(COMPILED in remark for remark in told):  # once is enough to wait
@@ -116,17 +119,35 @@ def measure(
         torch.set_num_threads(before)
     report.columns = COLUMNS | {name: show for name, show in SOMETIMES.items() if any(row[name] is not None for row in rows)}
     report.rows = [[row[name] for name in report.columns] for row in rows]
-    report.remarks = [explain(options.rounds), *remarks, REMARKS[options.allocator], energy]
+    fresh = [FRESH] if options.fresh and len(cases) > 1 else []
+    report.remarks = [explain(options.rounds), *fresh, *remarks, REMARKS[options.allocator], find_counter()[1]]
     if options.picture:
         report.picture = make_bars(title, rows, set(plans))
     return report
 
 
-def measure_case(
-    case: Case, plans: Mapping[str, Plan], options: Options, counter: Counter | None
-) -> tuple[list[dict[str, Any]], list[str]]:
+def measure_fresh(case: Case, plans: Mapping[str, Plan], options: Options) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what `measure_case` returns, from a process of its own."""
+    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "watch"}
+    order = {"case": asdict(case), "plans": pack_plans(plans), "options": {**given, "fresh": False}}
+    rows, remarks = run_fresh("gradfilter.bench.price", order, f"measures {describe_case(case)}", options.watch)
+    return rows, remarks
+
+
+def run_order(order: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what `measure_case` returns, in the process that `measure_fresh` starts."""
+    set_allocator(order["options"]["allocator"])
+    return measure_case(Case(**order["case"]), unpack_plans(order["plans"]), Options(**order["options"], watch=tell))
+
+
+def describe_case(case: Case) -> str:
+    """Return what sets a case apart from others of a table."""
+    return f"batch {case.batch}, {case.threads} {'thread' if case.threads == 1 else 'threads'}"
+
+
+def measure_case(case: Case, plans: Mapping[str, Plan], options: Options) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of one case, and what there is to say about it."""
-    where = f"batch {case.batch}, {case.threads} {'thread' if case.threads == 1 else 'threads'}"
+    where, (counter, _) = describe_case(case), find_counter()
     stage = set_up(case)
     sides = make_sides(plans, options.compile_seconds, options.peers)
     found, runs = run_sides(stage, sides, options.rounds, lambda text: options.watch(f"{where}: {text}"))
@@ -175,3 +196,7 @@ def explain(rounds: int) -> str:
         "measured, parameters and buffers excluded. Peak: most that torch's allocator gives out at once in a step, on top of "
         "parameters and batch."
     )
+
+
+if __name__ == "__main__":
+    answer(run_order)

@@ -31,7 +31,9 @@ def run(argv: list[str]) -> int:
     elif args.curves:
         raise SettingsError("--curves draws a picture, and needs a place for it: give --save FOLDER.")
     set_allocator(args.allocator)
-    options = price.Options(args.rounds, args.compile, args.memory, args.allocator, picture, tell, args.peers == "all")
+    options = price.Options(
+        args.rounds, args.compile, args.memory, args.allocator, picture, tell, args.peers == "all", fresh=True
+    )
     command = shlex.join(["gradfilter", "bench", *argv])
     report = price.measure(cases, plans, options, command)
     show(report, args.save)
