@@ -17,7 +17,7 @@ import gradfilter as gf
 from gradfilter import deferred, frozen, native
 from gradfilter.bench.setup import shake_
 from gradfilter.errors import ExitWarning
-from gradfilter.rules import conv, norm
+from gradfilter.rules import norm
 
 Use = Callable[[Any, Tensor], Any]
 
@@ -134,7 +134,7 @@ def count_saved(model: nn.Module, x: Tensor) -> int:
 def in_order() -> Iterator[None]:
     """Let every function run in torch, at the moment at which it is called."""
     with native.off(), pytest.MonkeyPatch.context() as patched:
-        for module in (conv, norm, frozen, deferred):
+        for module in (norm, frozen, deferred):
             patched.setattr(module, "can_defer", lambda x: False)
         yield
 

@@ -23,7 +23,7 @@ from gradfilter.carriers import make_carrier
 from gradfilter.keep.base import Promise, is_saving_watched
 from gradfilter.native import IDENTITY, Act, Ending, Fused, make_cells
 from gradfilter.patches import Pair
-from gradfilter.recipe import Ended, Padding, Recipe, Zeros, start
+from gradfilter.recipe import Ended, Padding, Recipe, Zeros, find_convolution, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
@@ -54,6 +54,11 @@ def at_once() -> Iterator[None]:
 def may_wait() -> bool:
     """Tell whether functions may wait for each other."""
     return not _at_once
+
+
+def may_compute() -> bool:
+    """Tell whether functions may run in the library, for all that does not hang on their arguments."""
+    return not _at_once and not torch.is_autocast_enabled("cpu")
 
 
 class Watch:
@@ -123,17 +128,7 @@ def pixels(x: Tensor) -> Tensor:
 
 def can_defer(x: Handle) -> bool:
     """Tell whether the next function of x may wait: the library can read x, and nobody outside can change it."""
-    return not x.watch.closed and can_compute(x)
-
-
-def can_compute(x: Handle) -> bool:
-    """Tell whether the next function of x may run in the library."""
-    return (
-        not _at_once
-        and x.dim() == 4
-        and (x.recipe is not None or native.can_run(x.value))
-        and not torch.is_autocast_enabled("cpu")
-    )
+    return not x.watch.closed and may_compute() and x.dim() == 4 and (x.recipe is not None or native.can_run(x.value))
 
 
 def make_recipe(x: Handle) -> Recipe:
@@ -206,6 +201,41 @@ def find_inside(x: Handle) -> tuple[Any, Zeros]:
     if x.recipe is None or x.recipe.padding is None:
         return x, (0, 0, 0, 0)
     return x.recipe.padding.x, x.recipe.padding.zeros
+
+
+def convolve(
+    x: Handle,
+    w: Tensor,
+    b: Tensor | None,
+    stride: Pair,
+    zeros: Zeros | None,
+    dilation: Pair,
+    groups: int,
+    joins: bool = True,
+) -> Recipe | Tensor | None:
+    """Return the recipe of a convolution of x, its value where it may not wait; `None` where torch has to compute it.
+
+    Args:
+        x: What it reads [N, C, H, W].
+        w: Its weight.
+        b: Its bias.
+        stride: The stride `(h, w)`.
+        zeros: The zeros around x; `None` where they are not known.
+        dilation: The dilation `(h, w)`.
+        groups: The groups.
+        joins: Whether it may run together with an expansion that waits for it.
+    """
+    if joins and x.recipe is not None and x.recipe.ended is not None and can_defer(x):
+        recipe = x.recipe.follow(w, b, stride, zeros, dilation, groups)
+        if recipe is not None:
+            return recipe
+    if zeros is None or not may_compute():
+        return None
+    value = pixels(x)
+    conv = find_convolution(value, w, b, stride, zeros, dilation, groups)
+    if conv is None:
+        return None
+    return conv.run(value).y if x.watch.closed else start(value, x, conv)
 
 
 def resolve(x: Handle) -> None:

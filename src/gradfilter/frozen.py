@@ -23,8 +23,8 @@ from gradfilter.deferred import (
     Handle,
     Watch,
     can_add,
-    can_compute,
     can_defer,
+    convolve,
     find_inside,
     make_placeholder,
     make_recipe,
@@ -38,7 +38,7 @@ from gradfilter.deferred import (
     wait_with,
 )
 from gradfilter.environment import has_bfloat16
-from gradfilter.recipe import Recipe, find_convolution, start, surround
+from gradfilter.recipe import Recipe, surround
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
@@ -174,19 +174,13 @@ def conv2d(
     inside, around = find_inside(x)
     zeros = None if isinstance(padding, str) else surround(as_pair(padding), around)
     where = as_pair(stride), zeros, as_pair(dilation), groups
-    if inside.recipe is not None and inside.recipe.ended is not None and can_defer(inside):
-        recipe = inside.recipe.follow(weight, bias, *where)
-        if recipe is not None:
-            return defer_frozen(recipe, x.outer)
+    y = convolve(inside, weight, bias, *where)
+    if y is not None:
+        return defer_frozen(y, x.outer) if isinstance(y, Recipe) else make_frozen(y)
     if x.outer is not None:
         if weight.dtype is not x.outer or (bias is not None and bias.dtype is not x.outer):
             return NotImplemented
         return make_frozen(convolve_short(func, pixels(x), weight, bias, stride, padding, dilation, groups), outer=x.outer)
-    if can_compute(inside):
-        value = pixels(inside)
-        conv = find_convolution(value, weight, bias, *where)
-        if conv is not None:
-            return defer_frozen(start(value, inside, conv), None) if can_defer(inside) else make_frozen(conv.run(value).y)
     return make_frozen(func(pixels(x), weight, bias, stride, padding, dilation, groups))
 
 

@@ -26,7 +26,7 @@ from gradfilter.keep import FULL, State
 from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import is_live, is_traced, leave, plain_torch
+from gradfilter.tensor import PatchTensor, is_live, is_traced, leave, plain_torch
 
 
 @dataclass
@@ -190,7 +190,8 @@ class PlannedLayer(Hook):
                 return None  # not for us: the layer itself says what is wrong
             if isinstance(x, FrozenTensor):
                 x = give(x)
-            layout = self.find_layout(module, x)
+            live = x if is_live(x) else None
+            layout = self.find_layout(module, x, live)
             if isinstance(layout, Layout) and self.applied.image and not is_in_backward():
                 self.images[layout.size(x.shape)] = self.applied.image
             if not torch.is_grad_enabled():
@@ -201,24 +202,25 @@ class PlannedLayer(Hook):
                 self.applied.exact[self.layer] = layout
                 return None
             self.check(module, x)
-            choices = self.choose(x, layout, isinstance(module, Conv))
-            patch = choices.tiling.patch_for(layout.size(x.shape))
+            size = layout.size(x.shape)
+            choices = self.choose(live, size, isinstance(module, Conv))
+            patch = choices.tiling.patch_for(size)
             self.applied.patches[self.layer] = patch
             self.applied.log.join(choices.region, self.layer)
-            if not is_live(x):
+            if live is None:
                 x = enter(x, choices, layout)
-            elif patch == x.patch and reads_input(module):
-                x.appointed = module.weight, choices  # type: ignore[assignment]
+            elif patch == live.patch and reads_input(module):
+                live.appointed = module.weight, choices  # type: ignore[assignment]
                 return None
             else:
-                x = regrid(x, patch, choices)
+                x = regrid(live, patch, choices)
         return ((x, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: x})
 
-    def find_layout(self, module: nn.Module, x: Tensor) -> Layout | str:
+    def find_layout(self, module: nn.Module, x: Tensor, live: PatchTensor | None) -> Layout | str:
         """Return which axes of x are rows and columns, or what x is, where the layer runs exactly."""
         is_conv = isinstance(module, Conv)
-        if is_live(x):
-            return x.spatial if is_conv or x.dim() - 1 not in x.spatial.axes else "the places of a map, which it mixes"
+        if live is not None:
+            return live.spatial if is_conv or x.dim() - 1 not in live.spatial.axes else "the places of a map, which it mixes"
         if is_conv:
             # Squeeze-excite: nothing to pool, and torch's own graph is the lighter one.
             is_pixel = x.dim() == 4 and map_size(x) == (1, 1) and not is_traced()
@@ -232,19 +234,18 @@ class PlannedLayer(Hook):
             return Layout(1, 1, (h, w), x.shape[1] - h * w)
         return f"{list(x.shape)}, which is no grid of {h}×{w} tokens"
 
-    def choose(self, x: Tensor, layout: Layout, is_conv: bool) -> Choices:
+    def choose(self, live: PatchTensor | None, size: Pair, is_conv: bool) -> Choices:
         """Return the layer's choices for the image at hand.
 
-        That is the image from which x comes: a checkpoint may run a part again when the next image has passed. A plain
+        That is the image from which its input comes: a checkpoint may run a part again when the next image has passed. A plain
         tensor says nothing of its image, but a map of its size was seen in the forward. A part called on its own takes its
         own input for the image.
         """
-        size = layout.size(x.shape)
-        live = is_live(x)
-        image = x.choices.tiling.image if live else None
-        features = not is_conv and (x.choices.features if live else self.backward.tokens is None)
+        before = None if live is None else live.choices
+        image = None if before is None else before.tiling.image
+        features = not is_conv and (self.backward.tokens is None if before is None else before.features)
         tiling = PIXELS if features else self.backward.make_tiling(image or self.images.get(size, size))
-        region = x.choices.region if live else self.layer
+        region = self.layer if before is None else before.region
         if self.choices is None or self.choices.tiling is not tiling or self.choices.region != region:
             kernel, keep = self.backward.kernel, self.backward.keep
             self.choices = Choices(self.layer, tiling, kernel, self.applied.log, region, keep, self.state, features)

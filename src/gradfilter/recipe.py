@@ -155,7 +155,7 @@ class Recipe(NamedTuple):
         if not (fits(gamma, channels, dtype) and fits(beta, channels, dtype)):
             return None
         scale, shift = native.fold(gamma, beta, mu, var, eps)
-        return self._replace(scale=scale, shift=shift)
+        return Recipe(self.x, self.sources, self.shape, self.conv, scale, shift, self.residual, self.ended, self.before)
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
         """Return the recipe of the sum with a residual, which is the value of `source`."""
@@ -245,10 +245,10 @@ def surround(padding: Pair, zeros: Zeros = (0, 0, 0, 0)) -> Zeros:
 
 
 def find_convolution(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, zeros: Zeros | None, dilation: Pair, groups: int
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, zeros: Zeros, dilation: Pair, groups: int
 ) -> Convolution | None:
     """Return a convolution of x as the library computes it, `None` where it has no kernel that is faster than torch's."""
-    if zeros is None or x.dim() != 4 or not native.can_read(x, w):
+    if not native.can_read(x, w):
         return None
     return make_convolution(x.shape, w, b, stride, zeros, dilation, groups)
 

@@ -245,10 +245,13 @@ def find_patch_tensors(values: Iterable[Any]) -> list[PatchTensor]:
     """List the PatchTensors in nested tuples and lists of arguments."""
     found: list[PatchTensor] = []
     for value in values:
-        if type(value) in NUMBERS:  # most arguments, which need not be asked twice
+        kind = type(value)
+        if kind in NUMBERS:  # most arguments, which need not be asked twice
             continue
         if isinstance(value, PatchTensor):
             found.append(value)
+        elif kind is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:  # strides, paddings
+            continue
         elif isinstance(value, (tuple, list)):
             found += find_patch_tensors(value)
     return found

@@ -79,8 +79,13 @@ def save(ctx: Any, kept: Sequence[Kept | None], *others: Tensor | None) -> None:
         for entry in kept:
             if entry is not None and isinstance(entry.open, Promise):
                 entry.open.keep()
-    ctx.held = [None if entry is None else (len(entry.tensors), entry.open) for entry in kept]
-    ctx.save_for_backward(*(tensor for entry in kept if entry is not None for tensor in entry.tensors), *others)
+    held, tensors = [], []
+    for entry in kept:
+        held.append(None if entry is None else (len(entry.tensors), entry.open))
+        if entry is not None:
+            tensors += entry.tensors
+    ctx.held = held
+    ctx.save_for_backward(*tensors, *others)
 
 
 def is_saving_watched() -> bool:

@@ -127,7 +127,7 @@ def convolve(
         want_slope: Whether the slope is asked for.
         cells: Where patch means and slopes go, as `make_cells` makes them; `None` for new tensors.
     """
-    shape = (len(x), len(w), *out_size)
+    shape = (x.shape[0], w.shape[0], *out_size)
     if not (can_read(x, w) and can_finish(shape, patch, residual)):
         groups = len(w) if kernel == "depthwise" else 1
         h, width = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True))

@@ -133,8 +133,8 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
             scale = scale if gamma is None else scale * gamma
             shift = -mean * scale if beta is None else beta - mean * scale
             return scale.float(), shift.float()
-    channels = len(mean)
-    scale, shift = empty((channels,)), empty((channels,))
+    channels = mean.shape[0]
+    scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     load().gf_fold(  # type: ignore[union-attr]
         0 if gamma is None else gamma.data_ptr(),
         0 if beta is None else beta.data_ptr(),

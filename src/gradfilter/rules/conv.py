@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from gradfilter import native, patches
-from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
-from gradfilter.deferred import can_compute, can_defer, find_inside
+from gradfilter.carriers import Carry, Out, carry, coarse
+from gradfilter.deferred import convolve, find_inside
 from gradfilter.emit import defer, emit
 from gradfilter.keep import FULL, Kept
 from gradfilter.keep.base import load, save
 from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
-from gradfilter.recipe import Recipe, find_convolution, start, surround
+from gradfilter.recipe import Recipe, surround
 from gradfilter.regions import Choices
 from gradfilter.rules.geometry import Geometry, make_geometry
 from gradfilter.rules.shape import Padded
@@ -154,6 +154,8 @@ def resolve_padding(padding: str | int | tuple[int, ...], kernel: Pair, dilation
 
 def as_pair(value: Any) -> Pair:
     """Return an int or a sequence of one or two ints, as torch's functions take them, as a pair."""
+    if type(value) is tuple and len(value) == 2:  # as modules have them
+        return value
     if isinstance(value, int):
         return make_pair(value)
     values = tuple(value)
@@ -200,7 +202,7 @@ def conv2d(
     """Run conv2d on the values and hand its carrier on."""
     if not is_live(input) or isinstance(weight, PatchTensor) or input.dim() != 4:
         return NotImplemented
-    x, recipe, choices = input, None, find_choices(input, weight)
+    x, choices = input, find_choices(input, weight)
     stride, dilation = as_pair(stride), as_pair(dilation)
     pads, unpadded = (0, 0, 0, 0), x
     if isinstance(x.origin, Padded) and x.origin.is_intact:
@@ -208,28 +210,17 @@ def conv2d(
         pads, unpadded = x.origin.pads, x.origin.x
     inside, around = find_inside(x) if unpadded is not x else (x, pads)
     zeros = None if isinstance(padding, str) else surround(as_pair(padding), around)
-    before, joins = inside.recipe, choices.keep == FULL and choices.kernel == "lift"
-    if before is not None and before.ended is not None and joins and can_defer(inside):
-        recipe = before.follow(weight, bias, stride, zeros, dilation, groups)
-    value = inside.value if recipe is not None else pixels(inside)
-    conv = None
-    if recipe is None and can_compute(inside):
-        conv = find_convolution(value, weight, bias, stride, zeros, dilation, groups)
-    if conv is not None and can_defer(inside):
-        recipe = start(value, inside, conv)
-    if recipe is not None:
-        y = make_carrier(recipe.shape, value)
-    elif conv is not None:
-        y = conv.run(value).y
-    else:
+    joins = choices.keep == FULL and choices.kernel == "lift"
+    y = convolve(inside, weight, bias, stride, zeros, dilation, groups, joins)
+    if y is None:
         with torch.no_grad():
             y = func(pixels(x), weight, bias, stride, padding, dilation, groups)
-    kernel, size, out_size = map_size(weight), map_size(unpadded), map_size(y)
+    kernel, size, out_size = map_size(weight), map_size(unpadded), (y.shape[2], y.shape[3])
     before = resolve_padding(padding, kernel, dilation, pads)
     out_patch = choices.tiling.patch_for(out_size)
     lumped = choices.kernel == "lumped" and kernel != (1, 1)
     geometry = find_geometry(kernel, stride, dilation, before, size, out_size, unpadded.patch, out_patch, groups, lumped)
-    return finish_conv(choices, unpadded, weight, bias, geometry, y, recipe)
+    return finish_conv(choices, unpadded, weight, bias, geometry, y)
 
 
 def finish_conv(
@@ -238,25 +229,29 @@ def finish_conv(
     weight: Tensor,
     bias: Tensor | None,
     geometry: Geometry,
-    y: Tensor,
-    recipe: Recipe | None = None,
+    y: Tensor | Recipe,
 ) -> Tensor:
-    """Return the result of a convolution that reads `read`: its input, or what that is the padded map of.
+    """Return the result y, or the one that a recipe will give, of a convolution.
 
-    With a recipe y is not computed yet, and only has its shape.
+    Args:
+        choices: Those of the layer.
+        read: What it reads: its input, or what that is the padded map of.
+        weight: Its weight.
+        bias: Its bias.
+        geometry: The convolution.
+        y: The value, or how it is computed.
     """
     kept = None
-    if weight.requires_grad and recipe is not None and recipe.before is not None:
-        ended = recipe.before.ended  # what it reads waits, and so do the means of that
+    if weight.requires_grad and isinstance(y, Recipe) and y.before is not None:
+        ended = y.before.ended  # what it reads waits, and so do the means of that
         assert ended is not None
         assert ended.cells.mean is not None
         kept = Kept((ended.cells.mean,), ended.promise)
     elif weight.requires_grad:
-        with torch.no_grad():
-            kept = keep_input(read, pool_input(read, geometry), choices, y.dtype)
+        kept = keep_input(read, pool_input(read, geometry), choices, y.x.dtype if isinstance(y, Recipe) else y.dtype)
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
-    if recipe is not None:
-        return defer(recipe, Conv, geometry.out_patch, choices, *origin, origin=origin)
+    if isinstance(y, Recipe):
+        return defer(y, Conv, geometry.out_patch, choices, *origin, origin=origin)
     return emit(Conv, Out(y, geometry.out_patch, choices, PatchTensor), *origin, origin=origin)
 
 

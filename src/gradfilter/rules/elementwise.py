@@ -17,7 +17,7 @@ from gradfilter.deferred import run_act, wait, wait_with
 from gradfilter.emit import defer, emit_into, finish
 from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act
+from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused
 from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
@@ -158,12 +158,13 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if later is not None:
             return later
         fused = run_act(x, act, inplace)
-    with torch.no_grad():
-        y = func(pixels(x), *args[1:], **kwargs) if fused is None else fused.y
-        count = None if fused is None else fused.slope
-        if count is None:
+    if fused is None:
+        with torch.no_grad():
+            fused = Fused(func(pixels(x), *args[1:], **kwargs), None, None)
+    y, mean, count = fused
+    if count is None:
+        with torch.no_grad():
             count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
-    mean = None if fused is None else fused.mean
     return emit_act(x, y, mean, inplace, StepDerivative, x.carrier, hold(count), slopes)
 
 
