@@ -155,7 +155,7 @@ class Recipe(NamedTuple):
         if not (fits(gamma, channels, dtype) and fits(beta, channels, dtype)):
             return None
         scale, shift = native.fold(gamma, beta, mu, var, eps)
-        return Recipe(self.x, self.sources, self.shape, self.conv, scale, shift, self.residual, self.ended, self.before)
+        return Recipe(*self[:4], scale, shift, *self[6:])  # `_replace` takes three times as long
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
         """Return the recipe of the sum with a residual, which is the value of `source`."""
