@@ -82,7 +82,7 @@ class Options:
         watch: Told what is being done.
         peers: Whether others that train are measured, too. Their gigabytes change what the C library keeps for later, and with
             that the time of inference.
-        fresh: Whether each case has a process of its own. Smaller batches, too, change what the C library keeps.
+        fresh: Whether each case has a process of its own. Cases before it, too, change what the C library keeps.
     """
 
     rounds: int = 7
