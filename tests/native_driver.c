@@ -157,13 +157,13 @@ static void run_pairs(int64_t c, int64_t cells) {
 }
 
 /* Cells that are read by three of them, with zeros outside: two cells to a tile, and what is left over. The last tile's
- * numbers are mixed, as those of partial patches are. */
+ * numbers are mixed, as those of partial patches are; where it has two cells, a tile of one product adds to the second. */
 static void run_tiles(int64_t co, int64_t ci, int32_t cells) {
-    const int32_t count = (cells + 1) / 2;
-    gf_axis_tile *tiles = calloc((size_t)count, sizeof *tiles);
+    const int32_t count = (cells + 1) / 2, more = cells % 2 == 0;
+    gf_axis_tile *tiles = calloc((size_t)(count + more), sizeof *tiles);
     for (int32_t i = 0, seen = 0; i < count; i++) {
         gf_axis_tile *t = tiles + i;
-        t->out = 2 * i, t->outs = i + 1 < count || cells % 2 == 0 ? 2 : 1;
+        t->out = 2 * i, t->outs = i + 1 < count || cells % 2 == 0 ? 2 : 1, t->positions = t->outs + 2;
         const int32_t in = 2 * i - 1, last = cells > 4 ? cells - 4 : 0;
         t->in = in < 0 ? 0 : in < last ? in : last, t->seen = seen;
         t->plain = in == t->in && in + 4 <= cells && i + 1 < count;
@@ -171,7 +171,12 @@ static void run_tiles(int64_t co, int64_t ci, int32_t cells) {
             if (in + k >= 0 && in + k < cells) t->mix[k][in + k - t->in] = i + 1 < count ? 1 : 0.75f;
         seen = t->in + 4 < cells ? t->in + 4 : cells;
     }
-    const gf_tile_axis axis = {tiles, count, cells, cells, {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}}};
+    if (more) {
+        gf_axis_tile *t = tiles + count;
+        t->out = cells - 1, t->outs = t->positions = 1, t->in = tiles[count - 1].in, t->seen = cells;
+        t->mix[0][cells - 1 - t->in] = 0.25f;
+    }
+    const gf_tile_axis axis = {tiles, count + more, cells, cells, {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}}};
     const int64_t map = 2 * cells * cells, w = co * 9 * ci;
     gf_backward t = {axis, axis, 2, co, ci, draw(map * co), draw(map * ci), draw(w), NULL, NULL};
     t.gx = malloc((size_t)(map * ci) * 4), t.gw = malloc((size_t)w * 4);

@@ -15,7 +15,7 @@ from cases import draw
 from gradfilter import native, patches
 from gradfilter.patches import Axis
 from gradfilter.rules import pooling, twin
-from gradfilter.rules.geometry import find_coefficients, find_tiles, make_geometry
+from gradfilter.rules.geometry import cut_tiles, find_coefficients, find_tiles, make_geometry
 
 quick = settings(deadline=None, max_examples=100)
 axes = st.builds(
@@ -136,6 +136,34 @@ def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layou
         assert alone[1] is None
 
 
+@pytest.mark.parametrize(
+    ("size", "patch", "positions"),
+    [
+        (16, 4, [4, 4]),
+        (14, 4, [4, 4, 1]),  # the last two cells share a tile, and one product adds what it lacks
+        (7, 4, [4, 1]),
+        (18, 4, [4, 4, 3]),  # a partial cell alone
+        (4, 4, [3]),
+    ],
+)
+def test_partial_patches_take_few_products(size, patch, positions):
+    tiles = find_tiles(Axis(3, 1, 1, 1, size, size, patch, patch))
+    assert tiles is not None
+    assert tiles.tiles["positions"].tolist() == positions
+
+
+def test_tiles_of_an_axis_have_four_positions_or_one_other_number():
+    cells = np.eye(6)
+    shifted, partial, other = cells[0:3], np.array([2 * cells[1] - cells[2], cells[2], -cells[2]]), cells[[5, 0, 3]]
+    tiles = cut_tiles(np.array([shifted, partial, other]))
+    assert [tile[:3] for tile in tiles] == [(0, 2, 4), (1, 1, 3), (2, 1, 3)]
+    (_, _, _, both), (_, _, _, rest), (_, _, _, alone) = tiles
+    np.testing.assert_array_equal(both[:3], shifted)
+    np.testing.assert_array_equal(both[1] + rest[0], partial[0])  # what the second cell has of the first tap
+    np.testing.assert_array_equal(both[2:], partial[1:])
+    np.testing.assert_array_equal(alone[:3], other)
+
+
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rounds_of_tiles_add_up(threads):
@@ -158,9 +186,10 @@ def test_rounds_of_tiles_add_up(threads):
     ("size", "patch", "channels", "runs"),
     [
         (14, 7, 128, True),
-        (14, 4, 128, True),  # 3 + 1 cells: two of them share a tile
-        (7, 4, 128, False),  # 1 + 1
-        (7, 4, 64, True),  # few channels
+        (14, 4, 128, True),  # 3 whole cells and a partial one: two tiles, and what the last one lacks
+        (7, 4, 128, True),  # 1 + 1: the same
+        (7, 7, 128, False),  # one cell
+        (7, 7, 64, True),  # few channels
         (14, 7, 120, False),  # no whole vectors
     ],
 )

@@ -4,8 +4,8 @@
  * gw = Gt [sum over tiles of (A g At) * (Bt x B)] G: 16 products instead of 36 for each of the two, and A g At serves
  * both. Lifting the kernel is part of G, and partial patches are of B, tile by tile.
  *
- * A tile of one cell along an axis has no use for the last position along it: so in a round, tiles stand in such an
- * order that those which need a position are a range.
+ * A tile of one cell along an axis has no use for the last position along it, or for all but the first: so in a round,
+ * tiles stand in such an order that those which need a position are a range.
  *
  * Tiles run in rounds of as many as stay in the caches: they are transformed, then multiplied, gx by panels of its
  * channels and gw by blocks of g's.
@@ -18,13 +18,14 @@ enum { POSITIONS = 16, GROUP = 8 };
 /* Tiles in a round: as many as keep a position of all channels in the second cache, for at its end threads wait. */
 enum { LEAST_TILES = 128, MOST_TILES = 512, TILE_FLOATS = 65536 };
 
-/* In which order tiles stand, by the axes along which they have two cells. */
+/* In which order tiles stand, by the axes along which they need all positions. */
 enum { DOWN, BOTH, ACROSS, NEITHER, KINDS };
 
 typedef struct {
     const gf_backward *task;
     int64_t image, total;    /* tiles in an image, and in all */
     int64_t first, count;    /* those of the round */
+    int32_t rows, columns;   /* positions along each axis that all tiles need */
     int64_t starts[KINDS + 1];
     int32_t slots[MOST_TILES]; /* where they stand */
     int64_t vectors, panels; /* of gx's channels */
@@ -57,7 +58,8 @@ GF_INLINE place find_place(const plan *p, int64_t tile) {
 
 static int find_kind(const plan *p, int64_t tile) {
     const place at = find_place(p, tile);
-    return at.row->outs > 1 ? (at.column->outs > 1 ? BOTH : DOWN) : at.column->outs > 1 ? ACROSS : NEITHER;
+    const int down = at.row->positions == 4, across = at.column->positions == 4;
+    return down ? (across ? BOTH : DOWN) : across ? ACROSS : NEITHER;
 }
 
 /* Put the tiles of the round in order. */
@@ -72,15 +74,22 @@ static void order_tiles(plan *p) {
     for (int64_t i = 0; i < p->count; i++) p->slots[i] = (int32_t)next[find_kind(p, p->first + i)]++;
 }
 
+/* The positions along an axis that all of its tiles need. */
+static int32_t find_shared(const gf_tile_axis *axis) {
+    int32_t shared = 4;
+    for (int64_t i = 0; i < axis->count; i++) shared = axis->tiles[i].positions < shared ? axis->tiles[i].positions : shared;
+    return shared;
+}
+
 /* The slots of the tiles that need a position. */
 typedef struct {
     int64_t start, count;
 } range;
 
 GF_INLINE range find_range(const plan *p, int64_t position) {
-    const int last_row = position / 4 == 3, last_column = position % 4 == 3;
-    const int64_t start = p->starts[last_column ? BOTH : DOWN];
-    return (range){start, p->starts[last_row ? ACROSS : last_column ? NEITHER : KINDS] - start};
+    const int few_rows = position / 4 >= p->rows, few_columns = position % 4 >= p->columns;
+    const int64_t start = p->starts[few_columns ? BOTH : DOWN];
+    return (range){start, p->starts[few_rows ? ACROSS : few_columns ? NEITHER : KINDS] - start};
 }
 
 /* Swap the axes of a square. */
@@ -138,18 +147,30 @@ GF_INLINE void transform_square(square d, const int back) {
     }
 }
 
-GF_INLINE void store_positions(square d, float *to, int64_t step) {
+/* Rows and columns of positions: of a tile, those with products. */
+typedef struct {
+    int rows, columns;
+} extent;
+
+static const extent ALL = {4, 4};
+
+GF_INLINE extent find_extent(const place *at) { return (extent){at->row->positions, at->column->positions}; }
+
+GF_INLINE void store_positions(square d, float *to, int64_t step, const extent some) {
 #pragma GCC unroll 4
     for (int u = 0; u < 4; u++)
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) gf_store(to + (4 * u + v) * step, d[u][v]);
+        for (int v = 0; v < 4; v++)
+            if (u < some.rows && v < some.columns) gf_store(to + (4 * u + v) * step, d[u][v]);
 }
 
-GF_INLINE void load_positions(const float *from, int64_t step, square d) {
+/* Load positions, and zeros for those without products. */
+GF_INLINE void load_positions(const float *from, int64_t step, square d, const extent some) {
 #pragma GCC unroll 4
     for (int u = 0; u < 4; u++)
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) d[u][v] = gf_load(from + (4 * u + v) * step);
+        for (int v = 0; v < 4; v++)
+            d[u][v] = u < some.rows && v < some.columns ? gf_load(from + (4 * u + v) * step) : (gf_vec){0};
 }
 
 /* Transform the gradients of a tile's cells. */
@@ -158,6 +179,7 @@ static void transform_g(const plan *p, const place *at, int64_t slot) {
     const int64_t across = t->columns.out * t->co;
     const float *from = t->g + ((at->image * t->rows.out + at->row->out) * t->columns.out + at->column->out) * t->co;
     const int below = at->row->outs > 1, right = at->column->outs > 1;
+    const extent some = find_extent(at);
     for (int64_t c = 0; c < t->co; c += GF_LANES) {
         const gf_vec none = {0}, first = gf_load(from + c), second = right ? gf_load(from + t->co + c) : none;
         const gf_vec third = below ? gf_load(from + across + c) : none;
@@ -168,7 +190,7 @@ static void transform_g(const plan *p, const place *at, int64_t slot) {
         spread_two(second, fourth, last);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) spread_two(left[u], last[u], d[u]);
-        store_positions(d, p->g + (c / BLOCK * p->count + slot) * BLOCK + c % BLOCK, p->g_step);
+        store_positions(d, p->g + (c / BLOCK * p->count + slot) * BLOCK + c % BLOCK, p->g_step, some);
     }
 }
 
@@ -178,6 +200,7 @@ static void transform_x(const plan *p, const place *at, int64_t slot) {
     const int64_t across = t->columns.in * t->ci, down = t->rows.in - at->row->in, right = t->columns.in - at->column->in;
     const float *from = t->x + ((at->image * t->rows.in + at->row->in) * t->columns.in + at->column->in) * t->ci;
     const int plain = at->row->plain && at->column->plain;
+    const extent some = find_extent(at);
     for (int64_t panel = 0; panel < p->panels; panel++) {
         const int64_t start = panel_start(panel, p->vectors), end = panel_start(panel + 1, p->vectors);
         float *to = p->x + (start * p->count + slot * (end - start)) * GF_LANES;
@@ -196,7 +219,7 @@ static void transform_x(const plan *p, const place *at, int64_t slot) {
                 mix_both(at, d, 0);
             }
             transform_square(d, 0);
-            store_positions(d, to, p->x_step);
+            store_positions(d, to, p->x_step, some);
         }
     }
 }
@@ -234,7 +257,7 @@ static void pack_panel(const plan *p, int64_t start, int64_t width, float *to) {
 #pragma GCC unroll 4
                 for (int v = 0; v < 4; v++)
                     d[u][v] = columns[v][0] * half[u][0] + columns[v][1] * half[u][1] + columns[v][2] * half[u][2];
-            store_positions(d, to, p->weight_step);
+            store_positions(d, to, p->weight_step, ALL);
         }
 }
 
@@ -245,14 +268,10 @@ static void return_tile(const plan *p, const place *at, const float *products, i
     float *to = t->gx + ((at->image * t->rows.in + at->row->in) * t->columns.in + at->column->in) * t->ci;
     const int64_t seen_rows = at->row->seen - at->row->in, seen_columns = at->column->seen - at->column->in;
     const int plain = at->row->plain && at->column->plain;
+    const extent some = find_extent(at);
     for (int64_t j = 0; j < width; j++) {
         square d;
-        load_positions(products + j * GF_LANES, p->products_step, d);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) { /* positions without products */
-            if (at->row->outs == 1) d[3][k] = (gf_vec){0};
-            if (at->column->outs == 1) d[k][3] = (gf_vec){0};
-        }
+        load_positions(products + j * GF_LANES, p->products_step, d, some);
         transform_square(d, 1);
         if (!plain) mix_both(at, d, 1);
         float *cells = to + (start + j) * GF_LANES;
@@ -293,7 +312,7 @@ static void finish_block(const plan *p, int64_t block, const float *sums) {
             float *to = t->gw + (block * BLOCK + o) * 9 * t->ci + c;
             square d;
             gf_vec half[3][4];
-            load_positions(sums + o * t->ci + c, BLOCK * t->ci, d);
+            load_positions(sums + o * t->ci + c, BLOCK * t->ci, d, ALL);
 #pragma GCC unroll 3
             for (int u = 0; u < 3; u++)
 #pragma GCC unroll 4
@@ -337,10 +356,13 @@ static void run_products(const void *argument, int64_t unit, void *scratch) {
 int GF_LEVEL(gf_backward)(const gf_backward *t, int threads) {
     plan p = {.task = t, .image = t->rows.count * t->columns.count, .vectors = t->ci / GF_LANES, .blocks = t->co / BLOCK};
     p.total = t->n * p.image;
+    p.rows = find_shared(&t->rows);
+    p.columns = find_shared(&t->columns);
     p.panels = count_panels(p.vectors);
     p.parts = t->gx ? p.panels : 0;
-    const int64_t fitting = gf_least(MOST_TILES, TILE_FLOATS / gf_most(t->co, t->ci));
-    const int64_t most = gf_least(p.total, gf_most(LEAST_TILES, fitting)), widest = gf_least(p.vectors, 3) * GF_LANES;
+    const int64_t fitting = gf_most(LEAST_TILES, gf_least(MOST_TILES, TILE_FLOATS / gf_most(t->co, t->ci)));
+    const int64_t most = gf_ceil_div(p.total, gf_most(1, gf_ceil_div(p.total, fitting))); /* in rounds of one size */
+    const int64_t widest = gf_least(p.vectors, 3) * GF_LANES;
     const int alone = most == p.total;
     p.g_step = spread(most * t->co);
     p.x_step = spread(most * t->ci);

@@ -5,10 +5,12 @@
 #include "kernels.h"
 
 /* Along one axis, a tile is one or two cells of the output and the four numbers that they are correlated with: `mix`
- * times four cells of the input. It is the identity where all of these are whole patches inside the map. */
+ * times four cells of the input. It is the identity where all of these are whole patches inside the map. Two cells take
+ * products at all four positions, one takes the first three, and one with the first number alone the first. */
 typedef struct {
     int32_t out, outs; /* its first output cell, and how many it has */
     int32_t in, seen;  /* its first input cell, and the end of those that earlier tiles have */
+    int32_t positions; /* with products: 4, or as many as all others of the axis that have not 4 */
     int32_t plain;     /* whether `mix` is the identity, on cells inside the map */
     float mix[4][4];
 } gf_axis_tile;

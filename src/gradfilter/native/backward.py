@@ -15,7 +15,7 @@ from gradfilter.native.memory import empty
 
 _TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
 """`gf_backward` of backward.h."""
-TILE = np.dtype([("out", "i4"), ("outs", "i4"), ("in", "i4"), ("seen", "i4"), ("plain", "i4"), ("mix", "f4", (4, 4))])
+TILE = np.dtype([*((name, "i4") for name in ("out", "outs", "in", "seen", "positions", "plain")), ("mix", "f4", (4, 4))])
 """`gf_axis_tile` of backward.h."""
 
 

@@ -23,7 +23,7 @@
 #endif
 
 /* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 9 };
+enum { GF_ABI = 10 };
 
 /* The widest vector of any level. */
 enum { GF_CHANNELS = 16 };

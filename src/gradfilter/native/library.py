@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 logger = logging.getLogger(__name__)
 
-ABI = 9
+ABI = 10
 ENTRIES = (
     "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs backward single".split()
 )

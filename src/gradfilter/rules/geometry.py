@@ -137,7 +137,7 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
     """Return the tiles of an axis, or `None` where its coarse twin is not a kernel of three taps without a stride.
 
     Every row of the tap matrices is the lifted kernel A on a mixture E of input cells, T_u[I, J] = Σ_δ A[δ, u] E[δ, J]: the
-    cells themselves where patches are whole. Two output cells share a tile where the second's mixture is the first's, one on.
+    cells themselves where patches are whole. What `cut_tiles` makes of the mixtures is then found on four cells at a time.
     """
     lifted = patches.lift_patch(axis)
     if lifted is None or lifted[0].shape != (3, 3) or lifted[2] != 1 or abs(np.linalg.det(lifted[0])) < 1e-6:
@@ -145,20 +145,41 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
     taps = patches.tap_matrices(axis)
     out_cells, in_cells = taps.shape[1:]
     mixed = np.linalg.solve(lifted[0].T, taps.reshape(3, -1)).reshape(taps.shape).transpose(1, 0, 2).round(12)
-    tiles, out, seen = [], 0, 0
-    while out < out_cells:
-        mix, outs = np.zeros((4, in_cells + 4)), 1
-        mix[:3, :in_cells] = mixed[out]
-        if out + 1 < out_cells and np.array_equal(mixed[out, 1:], mixed[out + 1, :2]):
-            mix[3, :in_cells], outs = mixed[out + 1, 2], 2
+    tiles, seen = [], 0
+    for out, outs, positions, mix in cut_tiles(mixed):
         read = np.flatnonzero(mix.any(0))
         first = min(read.min(initial=seen), max(0, in_cells - 4))
         if first > seen or read.max(initial=first) >= first + 4 or np.abs(mix).max() > MOST_MIXED:
             return None  # cells that nobody reads, or far ones
-        window = mix[:, first : first + 4]
-        tiles.append((out, outs, first, seen, first + 4 <= in_cells and patches.is_identity(window), window))
-        seen, out = min(first + 4, in_cells), out + outs
+        window = np.pad(mix, ((0, 0), (0, 4)))[:, first : first + 4]
+        tiles.append((out, outs, first, seen, positions, first + 4 <= in_cells and patches.is_identity(window), window))
+        seen = max(seen, min(first + 4, in_cells))
     return AxisTiles(np.array(tiles, TILE), TRANSFORM @ lifted[0], (in_cells, out_cells)) if seen == in_cells else None
+
+
+def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
+    """Return tiles of one or two output cells from their mixtures E [out cells, 3, in cells].
+
+    Two cells share a tile where the second's mixture is the first's, one on. Where it is so but for its first number, as where
+    the last patch is partial, they do, and a tile of one product adds the rest: five products for two cells instead of six.
+
+    Returns:
+        For each tile its first output cell, how many it has, the positions of its products and its mixture [4, in cells].
+    """
+    tiles, out = [], 0
+    while out < len(mixed):
+        mix = np.zeros((4, mixed.shape[2]))
+        mix[:3] = mixed[out]
+        outs = 2 if out + 1 < len(mixed) and np.array_equal(mixed[out, 2], mixed[out + 1, 1]) else 1
+        if outs == 2:
+            mix[3] = mixed[out + 1, 2]
+        tiles.append((out, outs, 4 if outs == 2 else 3, mix))
+        rest = mixed[out + 1, 0] - mixed[out, 1] if outs == 2 else np.zeros(1)
+        if rest.any():
+            tiles.append((out + 1, 1, 1, np.concatenate([rest[None], np.zeros((3, len(rest)))])))
+        out += outs
+    few = max((positions for _, _, positions, _ in tiles if positions < 4), default=4)  # the library asks for one number
+    return [(out, outs, few if positions < 4 else 4, mix) for out, outs, positions, mix in tiles]
 
 
 @constant

@@ -130,8 +130,8 @@ def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTi
 
     Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
     two cells save products: 1.1 to 5 times faster than the others at batch 8 and more, and 0.96 to 2.5 times at batch 1
-    with 512 channels. Where there are no such tiles, on maps of one cell or of a whole and a partial one: 0.74 to 1.02 times
-    with 256 channels and more, but 1.1 to 5 times with few.
+    with 512 channels. Where there are no such tiles, on maps of one cell: 0.74 to 1.02 times with 256 channels and more, but
+    1.1 to 5 times with few.
     """
     saves = any((axis.tiles["outs"] > 1).any() for axis in tiles)
     return (saves or w.shape[0] * w.shape[1] <= FEW) and native.can_tile(g, kept, w, *tiles)
