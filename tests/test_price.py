@@ -344,6 +344,9 @@ def test_resident_memory_of_a_fresh_process():
     case = Case("cifar-resnet20", None, 32, 32, 1)
     found = price.measure_resident(case, "contiguous", "default", ONE_PLAN, EXACT)
     assert found > 20e6  # autograd alone holds 49 MB, of which a little may have been there before
+    large = Case("cifar-resnet20", None, 2048, 32, 1)
+    plan = {"mine, patch 2": Plan.last(0)}
+    assert price.measure_resident(large, "contiguous", "default", plan, INFERENCE) > 2048 * 3 * 32 * 32 * 4  # with its batch
     with pytest.raises(GradFilterError, match="no-such-net"):
         price.measure_resident(Case("no-such-net", None, 1, 8, 1), "contiguous", "default", ONE_PLAN, EXACT)
 

@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def measure_resident(case: Case, layout: str, allocator: str, plans: Mapping[str, Plan], side: str) -> int:
-    """Return the most bytes that a fresh process has resident in a side's steps, above what it has before them."""
+    """Return the most bytes that a fresh process has resident in a side's steps, above what its imports take."""
     order = {
         "case": dataclasses.asdict(case),
         "layout": layout,
@@ -33,19 +33,25 @@ def measure_resident(case: Case, layout: str, allocator: str, plans: Mapping[str
 
 
 def run_steps(order: Mapping[str, Any]) -> int:
-    """Run a few steps; return how far the peak of this process has risen above what it had with libraries, model and batch."""
+    """Run a few steps; return the peak of this process above its libraries.
+
+    Those are read in while the model is built. So the peak is found above libraries, model and batch, and the bytes of
+    model and batch, which are known, are added.
+    """
     set_allocator(order["allocator"])
     sides = make_sides(unpack_plans(order["plans"]))
     side = sides[order["side"]]
     stage = set_up(Case(**order["case"]), order["layout"])
-    run = stage.make_run(side, stage.make(side))
+    model = stage.make(side)
+    run = stage.make_run(side, model)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), stage.images))
     reset_peak()
     baseline = find_peak()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExitWarning)
         for _ in range(STEPS):
             run()
-    return find_peak() - baseline
+    return find_peak() - baseline + held
 
 
 def reset_peak() -> None:

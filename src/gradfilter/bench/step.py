@@ -54,7 +54,7 @@ class Found:
         saved_bytes: What autograd holds after forward and loss; measured, or predicted where a step was not run.
         peak_bytes: Most bytes that torch's allocator gives out at once in a step; None where it was not run.
         joules: Of a step; None where nothing counts them.
-        resident_bytes: Most that a process has resident in a step above what it has before it; None where not measured.
+        resident_bytes: Most that a process has resident in a step above its libraries; None where not measured.
     """
 
     reason: str = ""
