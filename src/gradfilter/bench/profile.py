@@ -15,6 +15,7 @@ from torch.profiler import profile as profiler
 from gradfilter.apply import apply_
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import INFERENCE, make_images, parse_backward
+from gradfilter.bench.traffic import count_bytes
 from gradfilter.measure import median, silent
 from gradfilter.models import make_model
 from gradfilter.plan import Conv, Plan
@@ -40,7 +41,7 @@ def profile_both(model: str, choice: str, batch: int, pixels: int, rounds: int, 
         f"profile-{model}",
         f"Where the time goes: {model}, all layers, {choice}, batch {batch}, {pixels} px, {threads} thread(s)",
         f"python -m gradfilter.bench profile {options}",
-        {"side": str, "operator": str, "calls": str, "ms": lambda v: f"{v:.1f}", "share": lambda v: f"{v:.2f}"},
+        {"side": str, "operator": str, "calls": str, "ms": tenths, "share": lambda v: f"{v:.2f}", "MB": tenths, "GB/s": tenths},
     )
     images = make_images(batch, pixels).contiguous(memory_format=torch.channels_last)
     network = make_model(model).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
@@ -57,6 +58,10 @@ def profile_both(model: str, choice: str, batch: int, pixels: int, rounds: int, 
         f"and written): at best {flops / speed * 1e3:.0f} ms for the products, {moved / bandwidth * 1e3:.0f} ms for the maps.",
         f"Self times of torch's profiler, medians of {rounds} runs; gradfilter:: is the C library. The last row but one of a "
         "side is what its wall clock, without the profiler, has beyond its operators.",
+        "MB is what an operator's tensors hold: each that it is given is read once, each that it returns or changes is written "
+        "once, whether they are in a cache or not. Views, allocations and operators that hand their tensors on to others count "
+        "nothing, nor does a map that stays in the library, such as the hidden one of gradfilter::expand. GB/s is MB by self "
+        "time; of all, by the wall clock.",
     ]
     return report
 
@@ -103,6 +108,7 @@ def make_step(network: nn.Module, images: Tensor) -> Callable[[], Any]:
 def find_rows(side: str, run: Callable[[], Any], rounds: int) -> list[tuple[Any, ...]]:
     """Return a row for each of the operators that take longest, and one for the rest."""
     run()
+    moved = count_bytes(run)
     found: list[dict[str, tuple[int, float]]] = []
     walls: list[float] = []
     for _ in range(rounds):
@@ -118,10 +124,23 @@ def find_rows(side: str, run: Callable[[], Any], rounds: int) -> list[tuple[Any,
     # Functions of autograd are Python around operators that are counted by themselves.
     operators = sorted((name for name in names if name.startswith(("aten::", "gradfilter::"))), key=lambda n: -times[n])
     rest = wall - sum(times[name] for name in operators)
-    rows = [(side, name, found[0][name][0], times[name], times[name] / wall) for name in operators[:MOST_ROWS]]
-    others = sum(times[name] for name in operators[MOST_ROWS:])
-    rows.append((side, "(other operators)", sum(found[0][n][0] for n in operators[MOST_ROWS:]), others, others / wall))
-    return [*rows, (side, REST, "", rest, rest / wall), (side, "all", "", wall, 1.0)]
+    groups = {name: [name] for name in operators[:MOST_ROWS]} | {"(other operators)": operators[MOST_ROWS:]}
+    rows: list[tuple[Any, ...]] = []
+    for title, group in groups.items():
+        ms, size = sum(times[name] for name in group), sum(moved.get(name, 0) for name in group) / 1e6
+        rows.append((side, title, sum(found[0][name][0] for name in group), ms, ms / wall, size, find_rate(size, ms)))
+    size = sum(row[-2] for row in rows)
+    return [*rows, (side, REST, "", rest, rest / wall, None, None), (side, "all", "", wall, 1.0, size, find_rate(size, wall))]
+
+
+def find_rate(size: float, ms: float) -> float | None:
+    """Return GB a second from MB and milliseconds; `None` where nothing moves."""
+    return size / ms if size and ms else None
+
+
+def tenths(value: float) -> str:
+    """Return a number with one digit after the point."""
+    return f"{value:.1f}"
 
 
 def measure_machine() -> tuple[float, float]:

@@ -73,7 +73,8 @@ def norm_back(g: Tensor, norm: FixedNorm, scales: bool) -> NormBack:
         total.data_ptr(),
         0 if scaled is None else scaled.data_ptr(),
     )
-    return NormBack(scale, total, None if call("norm_back", task) else scaled)
+    code = call("norm_back", task, g, gamma, var, scale, total, scaled)
+    return NormBack(scale, total, None if code else scaled)
 
 
 def torch_norm_back(g: Tensor, norm: FixedNorm, scales: bool) -> NormBack:
@@ -121,7 +122,8 @@ def norm_end(
         0 if g_gamma is None else g_gamma.data_ptr(),
         0 if gb is None else gb.data_ptr(),
     )
-    call("norm_end", task)
+    changed = gw if back.scaled is None else None
+    call("norm_end", task, w, b, mu, var, back.scale, back.total, gw, changed, g_gamma, gb)
     return gw, g_gamma, gb
 
 

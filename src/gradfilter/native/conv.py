@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,8 +140,7 @@ def convolve(
     cells = make_cells(shape, end) if cells is None else cells
     where = stride, dilation, padding
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
-    call(kernel, task)
-    del held
+    call(kernel, task, *held, residual, y, *cells)
     return Fused(y, *cells)
 
 
@@ -196,8 +194,8 @@ def pack_task(
     stride: Pair,
     dilation: Pair,
     padding: Pair,
-) -> tuple[bytes, list[Any]]:
-    """Return a task of the library, and what must live until it is done.
+) -> tuple[bytes, list[Tensor | None]]:
+    """Return a task of the library, and what it reads besides a residual, which must live until it is done.
 
     Args:
         kernel: What `can_convolve` says.

@@ -93,6 +93,5 @@ def expand(
     first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)
     where = stride, dilation, padding
     second, also = pack_task("depthwise", None, shape, taps, out_shape, end, None, out.y, Cells(*out[1:]), *where)
-    call("expand", first + second)
-    del held, also
+    call("expand", first + second, *held, *cells, *also, *out)
     return Expanded(cells, out)

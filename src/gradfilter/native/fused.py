@@ -63,7 +63,7 @@ def run_pass(
         0 if mean is None else mean.data_ptr(),
         0 if slope is None else slope.data_ptr(),
     )
-    call("norm_act", task)
+    call("norm_act", task, x, residual, y, scale, shift, mean, slope)
 
 
 def norm_act(

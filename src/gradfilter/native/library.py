@@ -133,14 +133,20 @@ def find_entry(name: str) -> Callable[[bytes, int], int]:
     return getattr(load(), f"gf_{name}_map")
 
 
-def call(name: str, task: bytes) -> int:
+def call(name: str, task: bytes, *tensors: Tensor | None) -> int:
     """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator.
+
+    Args:
+        name: One of `ENTRIES`.
+        task: What it takes.
+        tensors: What it reads and what it writes, twice where it does both: the profiler is told their bytes.
 
     Returns:
         What the function has to say: 0 where there is only one way for it to end.
     """
     if profiler._is_profiler_enabled:
-        with profiler.record_function(f"gradfilter::{name}"):
+        moved = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        with profiler.record_function(f"gradfilter::{name}", str(moved)):
             code = find_entry(name)(task, torch.get_num_threads())
     else:
         code = find_entry(name)(task, torch.get_num_threads())

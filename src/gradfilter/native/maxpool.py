@@ -87,7 +87,7 @@ def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
         *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
         *(places, columns.reach, 0 if named else winners.element_size()),
     )
-    call("max_pool", task)
+    call("max_pool", task, x, y, mean, winners)
     return Pooled(y, mean, winners)
 
 
@@ -109,7 +109,7 @@ def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Ten
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
     size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
-    call("max_route", task)
+    call("max_route", task, g, winners, target, gx, gx)
     return gx.permute(0, 3, 1, 2)
 
 

@@ -66,6 +66,7 @@ def pair_gradients(
     x = None if x is None else x.contiguous(memory_format=layout)
     gx = None if q is None else empty((n, c, *cells), torch.float32, layout)
     gq = None if x is None else empty((rows.coefficients * columns.coefficients, c))
-    pointers = (0 if v is None else v.data_ptr() for v in (g, x, q, gx, gq))
-    call("pairs", _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers))
+    tensors = (g, x, q, gx, gq)
+    pointers = (0 if v is None else v.data_ptr() for v in tensors)
+    call("pairs", _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers), *tensors)
     return gx, gq

@@ -57,7 +57,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     layout = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
     task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr())
-    call("unpool", task)
+    call("unpool", task, x_bar, y)
     return y
 
 
@@ -80,5 +80,6 @@ def scale_by_counts(g: Tensor, count: Tensor, slopes: tuple[float, float], size:
     gx = torch.empty_like(g)
     layout = (not g.is_contiguous(), DTYPES[g.dtype])
     pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
-    call("slope", _SLOPE.pack(*g.shape[:2], *size, *patch, *layout, *pointers, *slopes, count.element_size()))
+    task = _SLOPE.pack(*g.shape[:2], *size, *patch, *layout, *pointers, *slopes, count.element_size())
+    call("slope", task, g, count, gx)
     return gx

@@ -40,6 +40,8 @@ def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -
         weight = w.detach() if first else w.detach().contiguous(memory_format=layout)
     gx = empty((n, ci, *cells), torch.float32, layout) if need_gx else None
     gw = None if x is None else empty((co, ci))
-    g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in (g, x, weight, gx, gw))
-    call("single", _TASK.pack(n * cells[0] * cells[1], co, ci, taps, g_at, x_at, w_at, tap, channel, gx_at, gw_at))
+    tensors = (g, x, weight, gx, gw)
+    g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in tensors)
+    task = _TASK.pack(n * cells[0] * cells[1], co, ci, taps, g_at, x_at, w_at, tap, channel, gx_at, gw_at)
+    call("single", task, *tensors)
     return gx, gw
