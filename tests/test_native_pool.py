@@ -28,13 +28,6 @@ pairs = st.tuples(st.integers(1, 5), st.integers(1, 5))
 quick = settings(deadline=None, max_examples=60)
 
 
-class Map:
-    """What `find_windows` and `find_taps` ask of a PatchTensor."""
-
-    def __init__(self, x, patch):
-        self.shape, self.patch = x.shape, patch
-
-
 def make_map(shape, fill, seed):
     """Return a channels_last map of small integers with many ties, of distinct numbers, with NaN, or mostly of -inf."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,14 +48,13 @@ def check(x, options, in_patch, out_patch):
     size = patches.map_size(y)
     assert pooling.find_size(patches.map_size(x), *options) == size
     spans = pooling.find_spans(size, *options[:4])
-    given_map = Map(x, in_patch)
-    windows = pooling.find_windows(given_map, size, out_patch, spans)  # type: ignore[arg-type]
-    rows, columns = pooling.find_taps(given_map, windows, spans, options[3])  # type: ignore[arg-type]
+    windows = pooling.find_windows(patches.map_size(x), in_patch, size, out_patch, spans)
+    rows, columns = pooling.find_taps(patches.map_size(x), windows, spans, options[3])
     if not (rows.count.all() and columns.count.all()):
         return False
     got = native.max_pool(x, rows, columns, out_patch)
     assert torch.equal(got.y.view(torch.int32), y.view(torch.int32))
-    want = pooling.count_winners(indices, x.shape[3], windows)
+    want = pooling.count_winners(indices, windows)
     assert got.winners.dtype == want.dtype
     assert torch.equal(got.winners, want)
     assert (got.mean is None) == (out_patch == (1, 1))

@@ -132,7 +132,7 @@ def test_a_transposed_conv_between_aligned_cells_is_an_ordinary_coarse_convoluti
     lift = lift_axis(Axis(kernel, 2, 1, padding, in_size=8, out_size=16, in_patch=2, out_patch=4, transposed=True))
     assert lift is not None
     assert (lift.stride, len(lift.matrix)) == (1, taps)
-    assert lift.matrix.sum(0) == pytest.approx([0.5] * kernel)
+    assert lift.matrix.values.sum(0) == pytest.approx([0.5] * kernel)
 
 
 # Norms

@@ -451,14 +451,13 @@ def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil
     x = make_map(3, size, layout, 4)
     y, indices = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
     assume(torch.isfinite(y).all())
-    starts = [np.arange(n) * stride - padding for n in y.shape[2:]]
-    spans = [(start, start + dilation * (kernel - 1)) for start in starts]
-    x.patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])  # type: ignore[attr-defined]
+    spans = pooling.find_spans(patches.map_size(y), kernel, stride, padding, dilation)
+    patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])
     cells = min(out_patch[0], y.shape[2]), min(out_patch[1], y.shape[3])
-    windows = pooling.find_windows(x, patches.map_size(y), cells, (spans[0], spans[1]))  # type: ignore[arg-type]
-    assume(windows.reach[0] * windows.reach[1] * pooling.count_bits(windows) <= 53)
-    want = pooling.count_scattered(indices, size[1], windows)
-    assert torch.equal(pooling.count_packed(indices, size[1], windows, torch.float64), want)
+    windows = pooling.find_windows(size, patch, patches.map_size(y), cells, spans)
+    assume(windows.reach[0] * windows.reach[1] * windows.bits <= pooling.DOUBLE)
+    want = pooling.count_scattered(indices, windows)
+    assert torch.equal(pooling.count_packed(indices, windows), want)
     assert torch.equal(want.sum(-1)[0, 0], oracles.pool(torch.ones_like(y[:1, :1]), cells, "sum")[0, 0].to(torch.uint8))
 
 

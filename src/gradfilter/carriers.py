@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError
-from gradfilter.patches import MAP, Layout, Matrix, Pair, count_cells, make_areas, pool_sum
+from gradfilter.patches import MAP, AxisMatrix, Layout, Pair, count_cells, make_areas, pool_sum
 from gradfilter.regions import Choices
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class AxisMap(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix, layout: Layout = MAP) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, rows: AxisMatrix, columns: AxisMatrix, layout: Layout = MAP) -> Tensor:
         cells = len(rows), len(columns)
         ctx.rows, ctx.columns, ctx.layout = rows, columns, layout.with_size(cells)
         return make_carrier(layout.resize(carrier.shape, cells), carrier)

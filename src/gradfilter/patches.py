@@ -2,7 +2,8 @@
 
 Patches tile a map from its top-left corner; the last row and column may be partial. A *mean* is over the real pixels of a
 patch, |I| is the number of real pixels of patch I. Everything here is a pure function; matrices are per axis, built once
-per geometry with numpy and cached.
+per geometry with numpy and cached, and so are the tensors made of them: on another device than a CPU each is a copy that the
+host waits for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -170,15 +171,7 @@ def make_areas(size: Pair, patch: Pair, like: Tensor, layout: Layout = MAP) -> T
     areas = find_areas(size, patch)
     if isinstance(areas, float) and not layout.prefix:
         return areas
-    dtype = like.dtype if like.element_size() > 2 else torch.float32
-    if not is_map(like, layout):
-        areas = np.broadcast_to(areas, count_cells(size, patch))
-        if layout.tokens:
-            areas = np.concatenate([np.ones(layout.prefix), areas.reshape(-1)])
-        elif layout.rows > layout.columns:
-            areas = areas.T
-        areas = areas.reshape([n if axis in layout.axes else 1 for axis, n in enumerate(like.shape)])
-    return torch.tensor(areas, device=like.device, dtype=dtype)
+    return lay_areas((size, patch, layout, like.dim()), like)
 
 
 def can_hold(like: Tensor) -> bool:
@@ -203,9 +196,46 @@ def constant(make: Callable[[Any, torch.dtype, torch.device], Made]) -> Callable
     return find
 
 
-def to_tensor(matrix: Matrix, like: Tensor) -> Tensor:
-    """Return a constant as a tensor with the dtype and device of `like`."""
-    return torch.from_numpy(matrix).to(device=like.device, dtype=like.dtype)
+@constant
+def lay_areas(key: tuple[Pair, Pair, Layout, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return |I| for every patch of a map of some size, to act on tensors of some layout and number of axes."""
+    size, patch, layout, dims = key
+    areas = np.broadcast_to(find_areas(size, patch), count_cells(size, patch))
+    if layout.tokens:
+        areas = np.concatenate([np.ones(layout.prefix), areas.reshape(-1)])
+    elif layout.rows > layout.columns:
+        areas = areas.T
+    areas = areas.reshape(layout.resize([1] * dims, count_cells(size, patch)))
+    return torch.tensor(areas, dtype=dtype if dtype.itemsize > 2 else torch.float32, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class AxisMatrix:
+    """A matrix that acts on one axis of a map.
+
+    What makes them is cached: two are the same if they are one object, which is all that `to_tensor` need compare.
+    """
+
+    values: Matrix
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def T(self) -> AxisMatrix:  # noqa: N802
+        """The transposed matrix."""
+        return AxisMatrix(self.values.T)
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Tell whether it is the identity."""
+        return is_identity(self.values)
+
+
+@constant
+def to_tensor(matrix: AxisMatrix, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a matrix as a tensor."""
+    return torch.tensor(matrix.values, dtype=dtype, device=device)
 
 
 def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
@@ -263,31 +293,37 @@ def project_matrix(matrix: Matrix, in_patch: int, out_patch: int) -> Matrix:
 
 
 @lru_cache(maxsize=4096)
-def shuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> Matrix:
-    """Return the coarse matrices [factor, out cells, in cells] of a pixel shuffle: slot f fills the pixels factor·i + f."""
+def shuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> AxisMatrix:
+    """Return the coarse matrices of a pixel shuffle, side by side: slot f fills the pixels factor·i + f.
+
+    [out cells, factor · in cells].
+    """
     pixel = np.arange(size * factor)[:, None]
     source = np.where(pixel % factor == np.arange(factor), pixel // factor, -1)
-    return project_axis(source, size, in_patch, out_patch)
+    return AxisMatrix(np.hstack(project_axis(source, size, in_patch, out_patch)))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
-def unshuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> Matrix:
-    """Return the coarse matrices [factor, out cells, in cells] of a pixel unshuffle: slot f reads the pixels factor·i + f."""
+def unshuffle_axis(size: int, factor: int, in_patch: int, out_patch: int) -> AxisMatrix:
+    """Return the coarse matrices of a pixel unshuffle, one below the other: slot f reads the pixels factor·i + f.
+
+    [factor · out cells, in cells].
+    """
     source = factor * np.arange(size // factor)[:, None] + np.arange(factor)
-    return project_axis(source, size, in_patch, out_patch)
+    return AxisMatrix(np.vstack(project_axis(source, size, in_patch, out_patch)))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
-def overlap_axis(size: int, in_patch: int, out_patch: int) -> Matrix:
+def overlap_axis(size: int, in_patch: int, out_patch: int) -> AxisMatrix:
     """Return the regrid matrix [out cells, in cells]: the share of output patch I that lies in input patch J."""
-    return project_axis(np.arange(size)[:, None], size, in_patch, out_patch)[0]
+    return AxisMatrix(project_axis(np.arange(size)[:, None], size, in_patch, out_patch)[0])
 
 
 PAD_MODES = {"constant": None, "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 @lru_cache(maxsize=4096)
-def pad_axis(size: int, before: int, after: int, mode: str, in_patch: int, out_patch: int) -> Matrix:
+def pad_axis(size: int, before: int, after: int, mode: str, in_patch: int, out_patch: int) -> AxisMatrix:
     """Return the coarse matrix [out cells, in cells] of padding one axis, in any of torch's modes.
 
     A negative amount crops. Padding with a constant reads no pixel there.
@@ -296,7 +332,7 @@ def pad_axis(size: int, before: int, after: int, mode: str, in_patch: int, out_p
     grow = (max(0, before), max(0, after))
     numpy_mode = PAD_MODES[mode]
     source = np.pad(source, grow, constant_values=-1) if numpy_mode is None else np.pad(source, grow, mode=numpy_mode)  # type: ignore[call-overload]
-    return project_axis(source[:, None], size, in_patch, out_patch)[0]
+    return AxisMatrix(project_axis(source[:, None], size, in_patch, out_patch)[0])
 
 
 @dataclass(frozen=True)
@@ -331,7 +367,7 @@ class Lift:
         after: Coarse padding after the last cell; negative where the last cells are not read.
     """
 
-    matrix: Matrix
+    matrix: AxisMatrix
     stride: int
     dilation: int
     before: int
@@ -340,7 +376,7 @@ class Lift:
     @property
     def is_identity(self) -> bool:
         """Tell whether the coarse kernel is the kernel itself."""
-        return is_identity(self.matrix)
+        return self.matrix.is_identity
 
     @property
     def is_symmetric(self) -> bool:
@@ -425,24 +461,25 @@ def lift_axis(axis: Axis) -> Lift | None:
     inside = (column >= 0) & (column < len(matrix))
     toeplitz = np.where(inside, matrix[np.clip(column, 0, len(matrix) - 1)].transpose(2, 0, 1), 0.0)
     spacing = int(np.gcd.reduce(np.flatnonzero(matrix.any(1)))) or 1  # that of a dilated kernel, where patches are small
-    lift = Lift(matrix[::spacing], stride, spacing, -first, (out_cells - 1) * stride + len(matrix) + first - in_cells)
+    after = (out_cells - 1) * stride + len(matrix) + first - in_cells
+    lift = Lift(AxisMatrix(matrix[::spacing]), stride, spacing, -first, after)
     crops_all = min(lift.before, lift.after) <= -in_cells
     return lift if not crops_all and np.allclose(toeplitz, taps, rtol=0, atol=1e-12) else None
 
 
-def apply_axes(x: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
+def apply_axes(x: Tensor, rows: AxisMatrix, columns: AxisMatrix) -> Tensor:
     """Return rows · x · columnsᵀ over the last two axes of x [N, C, H', W']; identities cost nothing."""
     if is_nhwc(x):
         n, c, h, w = x.shape
         x = x.permute(0, 2, 3, 1)
-        if not is_identity(rows):
+        if not rows.is_identity:
             x = (to_tensor(rows, x) @ x.reshape(n, h, w * c)).reshape(n, len(rows), w, c)
-        if not is_identity(columns):
+        if not columns.is_identity:
             x = to_tensor(columns, x) @ x
         return x.permute(0, 3, 1, 2)
-    if not is_identity(columns):
-        x = x @ to_tensor(columns.T, x)
-    if not is_identity(rows):
+    if not columns.is_identity:
+        x = x @ to_tensor(columns, x).t()
+    if not rows.is_identity:
         x = to_tensor(rows, x) @ x
     return x
 

@@ -33,8 +33,7 @@ class LumpedConv(Function):
         """Return the convolution of x."""
         y = F.conv2d(x, w, b, layer.stride, layer.padding, layer.dilation, layer.groups)
         ctx.geometry = geometry = find_geometry(layer, tiling, map_size(x), map_size(y))
-        over, across = geometry.taps
-        ctx.save_for_backward(apply_axes(pool_mean(x, find_in_patch(geometry)), over[0], across[0]), w)
+        ctx.save_for_backward(apply_axes(pool_mean(x, find_in_patch(geometry)), *geometry.stacked), w)
         return y
 
     @staticmethod

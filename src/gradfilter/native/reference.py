@@ -54,7 +54,7 @@ def _activate(z: Tensor, act: Act) -> Tensor:
 def _slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
     if is_smooth(act):
         backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
-        return pool(backward(torch.ones((), dtype=z.dtype).expand_as(z), z), patch).to(y.dtype)
+        return pool(backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z), patch).to(y.dtype)
     flat = y <= (0 if act.kind == LEAKY else act.lo)
     if act.kind == CLAMP and act.hi < math.inf:
         flat |= y >= act.hi

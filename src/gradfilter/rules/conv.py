@@ -36,8 +36,7 @@ def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
         value = pixels(x)[:, :, :: rows.stride, :: columns.stride]
         return patches.pool_mean(value[:, :, : rows.out_size, : columns.out_size], geometry.out_patch)
     if geometry.lumped:
-        over, across = geometry.taps
-        return apply_axes(mean(x), over[0], across[0])
+        return apply_axes(mean(x), *geometry.stacked)
     return mean(x)
 
 

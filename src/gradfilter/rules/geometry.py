@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradfilter import patches
 from gradfilter.native import TILE, AxisPairs, AxisTiles
-from gradfilter.patches import Axis, Lift, Matrix, Pair, constant, count_cells
+from gradfilter.patches import Axis, AxisMatrix, Lift, Matrix, Pair, constant, count_cells
 
 SMALL = 64
 """Up to so many cells, both axes of the tap matrices fit in one matrix."""
@@ -65,7 +65,7 @@ class Geometry:
     @cached_property
     def is_aligned(self) -> bool:
         """Tell whether, with one tap, output cells are input cells."""
-        return all(patches.is_identity(matrix[0]) for matrix in self.taps)
+        return all(matrix.is_identity for matrix in self.stacked)
 
     @cached_property
     def lifts(self) -> tuple[Lift, Lift] | None:
@@ -108,10 +108,10 @@ class Geometry:
         return None if rows is None or columns is None else (rows, columns)
 
     @cached_property
-    def stacked(self) -> tuple[Matrix, Matrix]:
+    def stacked(self) -> tuple[AxisMatrix, AxisMatrix]:
         """The tap matrices with taps and output cells on one axis, [taps · out cells, in cells]."""
-        rows, columns = self.taps
-        return rows.reshape(-1, rows.shape[-1]), columns.reshape(-1, columns.shape[-1])
+        rows, columns = (AxisMatrix(taps.reshape(-1, taps.shape[-1])) for taps in self.taps)
+        return rows, columns
 
 
 make_geometry = lru_cache(maxsize=4096)(Geometry)

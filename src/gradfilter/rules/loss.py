@@ -98,7 +98,8 @@ def run_loss(
     assert isinstance(total, Tensor)
     divisor = None
     if find_divisor is not None:
-        divisor = torch.as_tensor(find_divisor(), dtype=total.dtype, device=total.device)
+        count = find_divisor()
+        divisor = count.to(total) if isinstance(count, Tensor) else total.new_full((), count)
         total = total / divisor
     x.choices.log.note(x.choices.layer, func)
     # Held as it is: every gradient of the network comes from this one.

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
 from gradfilter.emit import finish
-from gradfilter.patches import Matrix, Pair, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
+from gradfilter.patches import AxisMatrix, Matrix, Pair, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, is_live, pixels, rule
@@ -35,7 +35,7 @@ def find_matrix(f: Callable[[Tensor], Tensor], size: int) -> Matrix:
         return f(torch.from_numpy(np.eye(size)).reshape(1, size, 1, size))[0, :, 0].numpy().T
 
 
-def map_axes(x: PatchTensor, y: Tensor, make_axis: Callable[[int, int, int], Matrix]) -> Any:
+def map_axes(x: PatchTensor, y: Tensor, make_axis: Callable[[int, int, int], AxisMatrix]) -> Any:
     """Finish a rule whose map is y = P_h x P_wᵀ.
 
     Args:
@@ -51,14 +51,14 @@ def map_axes(x: PatchTensor, y: Tensor, make_axis: Callable[[int, int, int], Mat
 @lru_cache(maxsize=4096)
 def avg_pool_axis(
     size: int, window: tuple[int, int, int], ceil_mode: bool, count_include_pad: bool, divisor: int | None, *patch: int
-) -> Matrix:
+) -> AxisMatrix:
     """Return the coarse matrix of average pooling along one axis; `window` is (kernel, stride, padding)."""
     kernel, stride, padding = window
 
     def pool(units: Tensor) -> Tensor:
         return F.avg_pool2d(units, (1, kernel), (1, stride), (0, padding), ceil_mode, count_include_pad, divisor)
 
-    return project_matrix(find_matrix(pool, size), *patch)
+    return AxisMatrix(project_matrix(find_matrix(pool, size), *patch))
 
 
 @rule(F.avg_pool2d)
@@ -87,16 +87,17 @@ def avg_pool2d(
     # The divisor of both axes together goes to the rows; the columns are plain sums then.
     divisors = (divisor_override, 1 if divisor_override else None)
 
-    def make_axis(i: int, *patch: int) -> Matrix:
+    def make_axis(i: int, *patch: int) -> AxisMatrix:
         return avg_pool_axis(x.shape[2 + i], windows[i], ceil_mode, count_include_pad, divisors[i], *patch)
 
     return map_axes(x, y, make_axis)
 
 
 @lru_cache(maxsize=4096)
-def adaptive_pool_axis(size: int, out_size: int, *patch: int) -> Matrix:
+def adaptive_pool_axis(size: int, out_size: int, *patch: int) -> AxisMatrix:
     """Return the coarse matrix of adaptive average pooling along one axis."""
-    return project_matrix(find_matrix(lambda units: F.adaptive_avg_pool2d(units, (1, out_size)), size), *patch)
+    matrix = find_matrix(lambda units: F.adaptive_avg_pool2d(units, (1, out_size)), size)
+    return AxisMatrix(project_matrix(matrix, *patch))
 
 
 @rule(F.adaptive_avg_pool2d)
@@ -123,13 +124,14 @@ def adaptive_avg_pool2d(func: Any, input: Tensor, output_size: Any) -> Any:
 @lru_cache(maxsize=4096)
 def interpolate_axis(
     size: int, out_size: int, scale: float | None, options: tuple[tuple[str, Any], ...], *patch: int
-) -> Matrix:
+) -> AxisMatrix:
     """Return the coarse matrix of an interpolation along one axis.
 
     With a scale factor torch takes that and not the ratio of the sizes for where pixels lie.
     """
     wanted = {"size": (1, out_size)} if scale is None else {"scale_factor": (1.0, scale)}
-    return project_matrix(find_matrix(lambda units: F.interpolate(units, **wanted, **dict(options)), size), *patch)
+    matrix = find_matrix(lambda units: F.interpolate(units, **wanted, **dict(options)), size)
+    return AxisMatrix(project_matrix(matrix, *patch))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class InterpolatedAxes:
     scales: tuple[float | None, float | None]
     options: tuple[tuple[str, Any], ...]
 
-    def make_axis(self, i: int, in_patch: int, out_patch: int) -> Matrix:
+    def make_axis(self, i: int, in_patch: int, out_patch: int) -> AxisMatrix:
         """Return the coarse matrix of an axis, 0 or 1."""
         return interpolate_axis(self.size[i], self.out_size[i], self.scales[i], self.options, in_patch, out_patch)
 
@@ -196,19 +198,16 @@ class Shuffle(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
-        ctx.rows, ctx.columns, ctx.shape = rows, columns, carrier.shape
-        n, channels = carrier.shape[:2]
-        return make_carrier((n, channels // (len(rows) * len(columns)), rows.shape[1], columns.shape[1]), carrier)
+    def forward(ctx: Any, carrier: Tensor, rows: AxisMatrix, columns: AxisMatrix, factor: int) -> Tensor:
+        ctx.rows, ctx.columns, ctx.shape, ctx.factor = rows, columns, carrier.shape, factor
+        return make_carrier((len(carrier), carrier.shape[1] // factor**2, len(rows), len(columns)), carrier)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        factor, _, height = ctx.rows.shape
-        width = ctx.columns.shape[2]
-        rows, columns = (m.transpose(0, 2, 1).reshape(-1, m.shape[1]) for m in (ctx.rows, ctx.columns))
-        slots = apply_axes(g, rows, columns).reshape(*g.shape[:2], factor, height, factor, width)
-        return slots.transpose(3, 4).reshape(ctx.shape), None, None
+        slots = apply_axes(g, ctx.rows.T, ctx.columns.T)
+        slots = slots.unflatten(3, (ctx.factor, -1)).unflatten(2, (ctx.factor, -1))
+        return slots.transpose(3, 4).reshape(ctx.shape), None, None, None
 
 
 class Unshuffle(Function):
@@ -220,20 +219,16 @@ class Unshuffle(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, rows: Matrix, columns: Matrix) -> Tensor:
-        ctx.rows, ctx.columns = rows, columns
-        n, channels = carrier.shape[:2]
-        return make_carrier((n, channels * len(rows) * len(columns), rows.shape[1], columns.shape[1]), carrier)
+    def forward(ctx: Any, carrier: Tensor, rows: AxisMatrix, columns: AxisMatrix, factor: int) -> Tensor:
+        ctx.rows, ctx.columns, ctx.factor = rows, columns, factor
+        cells = len(rows) // factor, len(columns) // factor
+        return make_carrier((len(carrier), carrier.shape[1] * factor**2, *cells), carrier)
 
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        factor, height, _ = ctx.rows.shape
-        n, channels, _, width = g.shape
-        slots = g.reshape(n, channels // factor**2, factor, factor, height, width).transpose(3, 4)
-        slots = slots.reshape(n, channels // factor**2, factor * height, factor * width)
-        rows, columns = (m.reshape(-1, m.shape[2]) for m in (ctx.rows, ctx.columns))
-        return apply_axes(slots, rows.T, columns.T), None, None
+        slots = g.unflatten(1, (-1, ctx.factor, ctx.factor)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+        return apply_axes(slots, ctx.rows.T, ctx.columns.T), None, None, None
 
 
 SHUFFLES = {"pixel_shuffle": (Shuffle, shuffle_axis), "pixel_unshuffle": (Unshuffle, unshuffle_axis)}
@@ -262,4 +257,4 @@ def shuffle_pixels(func: Any, x: Tensor, factor: int) -> Any:
     function, make_axis = SHUFFLES[func.__name__]
     patch = x.choices.tiling.patch_for(map_size(y))
     rows, columns = (make_axis(x.shape[2 + i], factor, x.patch[i], patch[i]) for i in (0, 1))
-    return finish(x, y, function.apply(x.carrier, rows, columns), patch=patch)  # type: ignore[arg-type]
+    return finish(x, y, function.apply(x.carrier, rows, columns, factor), patch=patch)  # type: ignore[arg-type]

@@ -101,10 +101,10 @@ def spell_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> tu
         operands["zcC"], labels = factor_c.unflatten(0, (groups, -1)), labels + "C"
     else:
         core, labels = core.unflatten(1, (groups, -1)), labels + "zc"
-    for factor, out, tap, matrix in zip(spatial, "ij", "uv", geometry.taps, strict=True):
+    for factor, out, tap, matrix, cells in zip(spatial, "ij", "uv", geometry.stacked, geometry.out_cells, strict=True):
         rank = out.upper()
         if not geometry.is_single_tap:
-            taps = to_tensor(matrix, g)
+            taps = to_tensor(matrix, g).unflatten(0, (-1, cells))
             operands[tap + out + rank] = taps if factor is None else taps @ factor
         elif factor is not None:
             operands[out + rank] = factor
@@ -203,8 +203,8 @@ def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Ge
         if need_gx:
             gx = grouped_product(sum_taps(w)[..., None], g, geometry.groups)[:, :, 0]
     if gx is not None and not geometry.is_aligned:
-        over, across = geometry.taps
-        gx = apply_axes(gx, over[0].T, across[0].T)
+        over, across = geometry.stacked
+        gx = apply_axes(gx, over.T, across.T)
     return gx, None if gw is None else gw.reshape(*w.shape[:2], 1, 1).expand_as(w)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradfilter.carriers import AxisMap
 from gradfilter.emit import finish, share, wrap
-from gradfilter.patches import Layout, Matrix, Pair, count_cells, project_axis
+from gradfilter.patches import AxisMatrix, Layout, Pair, count_cells, project_axis
 from gradfilter.rules.functions import find_functions
 from gradfilter.rules.meet import move_layout
 from gradfilter.tensor import REGION_ENDS, PatchTensor, is_live, is_traced, pixels, rule, spatial_size
@@ -219,9 +219,9 @@ def shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def crop_axis(size: int, start: int, stop: int, step: int, in_patch: int, out_patch: int) -> Matrix:
+def crop_axis(size: int, start: int, stop: int, step: int, in_patch: int, out_patch: int) -> AxisMatrix:
     """Return the coarse matrix [out cells, in cells] of taking every `step`-th pixel of one axis."""
-    return project_axis(np.arange(start, stop, step)[:, None], size, in_patch, out_patch)[0]
+    return AxisMatrix(project_axis(np.arange(start, stop, step)[:, None], size, in_patch, out_patch)[0])
 
 
 def spell_out(index: Any, dim: int) -> list[Any]:
