@@ -209,6 +209,15 @@ class TestWhatItTakes:
                 torch.testing.assert_close(ours, torchs)
 
 
+GRAIN = 1 << 16
+"""What sizes of blocks are rounded up to."""
+
+
+def find_gap():
+    """Return the bytes that a block has behind it: some where the address sanitizer watches them."""
+    return GRAIN if hasattr(native.load(), "__asan_init") else 0
+
+
 class TestMemory:
     @pytest.fixture(autouse=True)
     def fresh(self):
@@ -218,11 +227,11 @@ class TestMemory:
         native.trim()
 
     def test_blocks_come_back_and_are_used_again(self):
-        before = native.block_bytes().used
+        before, gap = native.block_bytes().used, find_gap()
         x = native.empty((4, 96, 64, 64), torch.float32, torch.channels_last)
         assert x.shape == (4, 96, 64, 64)
         assert x.is_contiguous(memory_format=torch.channels_last)
-        assert native.block_bytes().used - before == x.nbytes
+        assert native.block_bytes().used - before == x.nbytes + gap
         address = x.data_ptr()
         assert address % 64 == 0
         x.fill_(1)
@@ -231,9 +240,9 @@ class TestMemory:
         assert native.block_bytes().kept == 0  # the view holds it
         del view
         assert native.block_bytes().used == before
-        half, rest = native.empty((4 * 96 * 32, 64)), native.empty((4 * 96 * 32, 64))
+        half, rest = native.empty((4 * 96 * 32, 64)), native.empty((4 * 96 * 32 - gap // 256, 64))
         assert half.data_ptr() == address
-        assert rest.data_ptr() == address + half.nbytes
+        assert rest.data_ptr() == address + half.nbytes + gap
         del half, rest  # neighbours become one block again
         assert native.empty((4 * 96 * 64, 64)).data_ptr() == address
 
@@ -255,7 +264,7 @@ class TestMemory:
                 held.pop(0)
             held.append(native.empty((megabytes, 1 << 20), torch.uint8))
             used, kept, most = native.block_bytes()
-            assert kept <= 1.25 * most
+            assert used + kept <= most + most // 8 + GRAIN
             assert most >= used >= sum(x.nbytes for x in held)
         starts = sorted((x.data_ptr(), x.nbytes) for x in held)
         for (start, size), (following, _) in itertools.pairwise(starts):
