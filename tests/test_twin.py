@@ -85,6 +85,15 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
         assert torch.equal(twin.paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("kernel", "groups"), [(3, 16), (3, 1), (1, 1)])
+def test_no_gradient_where_none_is_asked_for(kernel, groups):
+    """As of a convolution of whose parameters the bias alone trains."""
+    axis = Axis(kernel, 1, 1, kernel // 2, 12, 12, 4, 4)
+    geometry = make_geometry(axis, axis, groups, False)
+    g, w = make_map(16, (3, 3), torch.channels_last, 1).float(), draw(16, 16 // groups, kernel, kernel).float()
+    assert twin.conv_gradients(g, None, w, geometry, need_gx=False) == (None, None)
+
+
 threes = st.builds(
     Axis,
     kernel=st.just(3),

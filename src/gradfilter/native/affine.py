@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from gradfilter.native.library import call, can_run
+from gradfilter.native.library import call, can_run, is_plain, is_row
 from gradfilter.native.memory import empty
 
 _BACK = struct.Struct("2q d 6Q")
@@ -149,7 +148,7 @@ def _is_rows(g: Tensor) -> bool:
 
 def _are_alike(gw: Tensor, w: Tensor) -> bool:
     """Tell whether the library can read a kernel and its gradient: dense, in the same order."""
-    if not (gw.dtype is w.dtype is torch.float32 and gw.shape == w.shape and can_run(gw) and _is_plain(w)):
+    if not (gw.dtype is torch.float32 and is_plain(w, gw.shape) and can_run(gw)):
         return False
     last = torch.channels_last
     alike = gw.is_contiguous(memory_format=last) and w.is_contiguous(memory_format=last)
@@ -158,9 +157,4 @@ def _are_alike(gw: Tensor, w: Tensor) -> bool:
 
 def _are_readable(*values: Tensor | None) -> bool:
     """Tell whether the library can read one number per channel of each."""
-    return all([v is None or (v.dtype is torch.float32 and _is_plain(v) and v.is_contiguous()) for v in values])  # noqa: C419 (half the time)
-
-
-def _is_plain(v: Tensor) -> bool:
-    """Tell whether the numbers of a tensor are where it says, in main memory: those of a subclass may be elsewhere."""
-    return type(v) in (Tensor, Parameter) and v.is_cpu
+    return all([is_row(v) for v in values])  # noqa: C419 (half the time)

@@ -15,6 +15,16 @@
 
 enum { GRAIN = 1 << 16, HUGE_PAGE = 1 << 21, AXES = 8, ROUND = 2048 };
 
+/* The address sanitizer knows nothing of this range: it is told what of it may be used, with a gap behind every block. */
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+enum { GAP = GRAIN };
+#else
+enum { GAP = 0 };
+#define ASAN_POISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#endif
+
 /* A part of the range; the parts follow each other without gaps up to the highest one in use. */
 typedef struct block {
     char *memory;
@@ -103,11 +113,8 @@ static block *take_front(block *b, size_t bytes) {
     return b;
 }
 
-/* The most bytes that may be kept free when so many are in use. */
-static size_t find_limit(size_t used) {
-    const size_t most = used > most_bytes ? used : most_bytes, all = most + most / 8;
-    return all > used ? all - used : 0;
-}
+/* The most bytes that may be kept free; those in use are never more than were in use at once. */
+static size_t find_limit(void) { return most_bytes + most_bytes / 8 - used_bytes; }
 
 /* Find the lowest free part that fits, whose pages are there or not. */
 static block *find_free(size_t bytes, int kept) {
@@ -126,9 +133,9 @@ static void note_use(void) {
     most_bytes = most_now > most_before ? most_now : most_before;
 }
 
-static block *take(size_t bytes) {
+static block *take(size_t asked) {
     pthread_once(&once, start);
-    bytes = (bytes + GRAIN - 1) / GRAIN * GRAIN;
+    const size_t bytes = (asked + GAP + GRAIN - 1) / GRAIN * GRAIN;
     pthread_mutex_lock(&lock);
     block *b = find_free(bytes, 1);
     if (!b) b = find_free(bytes, 0);
@@ -142,8 +149,10 @@ static block *take(size_t bytes) {
         b->used = 1;
         b->kept = 0;
         used_bytes += bytes;
-        shrink(find_limit(used_bytes));
         note_use();
+        shrink(find_limit());
+        ASAN_UNPOISON_MEMORY_REGION(b->memory, asked);
+        ASAN_POISON_MEMORY_REGION(b->memory + asked, bytes - asked);
     }
     pthread_mutex_unlock(&lock);
     return b;
@@ -158,9 +167,10 @@ static void join(block *low, block *high) {
 
 static void give_back(block *b) {
     pthread_mutex_lock(&lock);
+    ASAN_POISON_MEMORY_REGION(b->memory, b->bytes);
     used_bytes -= b->bytes;
     set_free(b, 1);
-    shrink(find_limit(used_bytes));
+    shrink(find_limit());
     join(b, b->after);
     join(b->before, b);
     pthread_mutex_unlock(&lock);

@@ -146,13 +146,9 @@ def convolve(
 
 def can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
     """Tell whether the library can finish an output of this shape."""
-    plain = residual is None or (
-        type(residual) is Tensor
-        and residual.shape == shape
-        and residual.dtype is torch.float32
-        and residual.is_contiguous(memory_format=torch.channels_last)
-    )
-    return plain and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
+    plain = is_plain(residual, shape)
+    ordered = residual is None or residual.is_contiguous(memory_format=torch.channels_last)
+    return plain and ordered and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
 
 
 def make_cells(shape: Sequence[int], end: Ending) -> Cells:

@@ -7,9 +7,8 @@ import struct
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
-from gradfilter.native.library import DTYPES, call, can_run, is_on, load
+from gradfilter.native.library import DTYPES, call, can_run, is_on, is_plain, is_row, load
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
 from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
@@ -91,12 +90,14 @@ def norm_act(
         out: Where y goes; may be x.
         want_slope: Whether the slope is asked for.
     """
-    if not (can_run(x) and patch[0] * patch[1] <= _MOST_PIXELS and _fits(residual, x) and _fits(out, x)):
+    shape, dtype = x.shape, x.dtype
+    plain = can_run(x) and is_plain(residual, shape, dtype) and is_plain(out, shape, dtype)
+    if not (plain and patch[0] * patch[1] <= _MOST_PIXELS):
         return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
     layout = memory_format(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=layout)
-    if out is not None and not out.is_contiguous(memory_format=layout):
+    if out is not None and not (out.is_contiguous(memory_format=layout) and _is_apart(out, x) and _is_apart(out, residual)):
         return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
     y = empty(x.shape, x.dtype, layout) if out is None else out
     mean = slope = None
@@ -113,21 +114,21 @@ def norm_act(
     return Fused(y, mean, slope)
 
 
-def _fits(other: Tensor | None, x: Tensor) -> bool:
-    """Tell whether another map is plain and has the shape and dtype of x, or is none at all."""
-    return other is None or (type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.is_cpu)
+def _is_apart(out: Tensor, read: Tensor | None) -> bool:
+    """Tell whether no number of a dense map is overwritten before it is read: it is another one, or the target itself."""
+    return read is None or read is out or not 0 < abs(out.data_ptr() - read.data_ptr()) < out.nbytes
 
 
 def as_floats(values: Tensor | None) -> Tensor | None:
     """Return one number per channel as the library reads them."""
-    if values is None or (values.dtype is torch.float32 and values.is_contiguous()):
+    if values is None or is_row(values):
         return values
-    return values.detach().to(torch.float32).contiguous()
+    return values.detach().to(torch.float32).contiguous().resolve_neg()
 
 
 def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
-    if not (is_on() and _is_readable(gamma) and _is_readable(beta) and _is_readable(mean) and _is_readable(var)):
+    if not (is_on() and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)):
         with torch.no_grad():
             scale = (var.double() + eps).rsqrt()
             scale = scale if gamma is None else scale * gamma
@@ -146,8 +147,3 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
         shift.data_ptr(),
     )
     return scale, shift
-
-
-def _is_readable(v: Tensor | None) -> bool:
-    """Tell whether the library can read one number per channel as they are, or there are none."""
-    return v is None or (type(v) in (Tensor, Parameter) and v.dtype is torch.float32 and v.is_cpu and v.is_contiguous())

@@ -120,11 +120,19 @@ def can_run(x: Tensor) -> bool:
     )
 
 
-def is_plain(x: Tensor | None, shape: Sequence[int]) -> bool:
-    """Tell whether the library can read numbers that it multiplies, in memory of any order: float32 of this shape, or none."""
-    return x is None or (
-        type(x) in (Tensor, Parameter) and x.is_cpu and x.dtype is torch.float32 and x.shape == shape and not x.is_neg()
-    )
+def is_here(x: Tensor) -> bool:
+    """Tell whether the numbers of a tensor are in main memory as it shows: a subclass's may be elsewhere, a view's negated."""
+    return type(x) in (Tensor, Parameter) and x.is_cpu and not x.is_neg()
+
+
+def is_plain(x: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> bool:
+    """Tell whether the library can read numbers beside a map, in memory of any order: of this shape and dtype, or none."""
+    return x is None or (is_here(x) and x.dtype is dtype and x.shape == shape)
+
+
+def is_row(x: Tensor | None) -> bool:
+    """Tell whether the library can read one number per channel as they are: dense float32, or none."""
+    return x is None or (is_here(x) and x.dtype is torch.float32 and x.is_contiguous())
 
 
 @lru_cache(maxsize=32)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run
+from gradfilter.native.library import CHANNELS, call, can_run, is_here
 from gradfilter.native.memory import empty
 from gradfilter.native.values import Pair, count_cells, count_dtype
 
@@ -103,7 +103,7 @@ def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Ten
     n, c, h, w = g.shape
     named = winners.dim() == 4
     order = winners.permute(0, 2, 3, 1) if named else winners.permute(0, 2, 3, 4, 1)
-    if g.dtype is not torch.float32 or not can_run(g) or not order.is_contiguous():
+    if not (g.dtype is torch.float32 and can_run(g) and is_here(winners) and order.is_contiguous()):
         return None
     g = g.contiguous(memory_format=torch.channels_last)
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")

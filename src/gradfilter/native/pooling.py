@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.native.fused import memory_format, run_pass
-from gradfilter.native.library import DTYPES, call, can_run
+from gradfilter.native.library import DTYPES, call, can_run, is_plain
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import pool, torch_unpool
 from gradfilter.native.values import IDENTITY, Pair, count_cells
@@ -64,7 +64,8 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
 def can_scale(g: Tensor, count: Tensor) -> bool:
     """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
     layout = memory_format(g)
-    return can_run(g) and g.dtype is torch.float32 and count.shape == g.shape and count.is_contiguous(memory_format=layout)
+    plain = is_plain(count, g.shape, count.dtype) and count.is_contiguous(memory_format=layout)
+    return can_run(g) and g.dtype is torch.float32 and plain
 
 
 def scale_by_counts(g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair) -> Tensor:

@@ -31,13 +31,13 @@ def torch_norm_act(
         if residual is not None:
             z = z + residual
         y = _activate(z, act).to(x.dtype)
-        if out is not None:
+        slope = _slope(z, y, act, patch) if want_slope and act != IDENTITY and patch != (1, 1) else None
+        if out is not None:  # which may be z
             y = out.copy_(y)
         elif y is x:
             y = x.clone()
         if patch == (1, 1):
             return Fused(y, None, None)
-        slope = _slope(z, y, act, patch) if want_slope and act != IDENTITY else None
         return Fused(y, pool(y, patch), slope)
 
 

@@ -46,6 +46,8 @@ def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry:
         geometry: The convolution.
         need_gx: Whether the gradient of the input is asked for.
     """
+    if kept is None and not need_gx:  # a bias may train alone
+        return None, None
     if isinstance(kept, Tucker):
         gx = conv_gradients(g, None, w, geometry, need_gx=True)[0] if need_gx else None
         return gx, compressed_gradient(g, kept, w, geometry)
