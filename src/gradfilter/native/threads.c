@@ -9,15 +9,23 @@
 
 #include "kernels.h"
 
-enum { MOST_WORKERS = 255, ELEMENTS_PER_THREAD = 65536 };
+enum { MOST_WORKERS = 255, MOST_SHARES = 64, ELEMENTS_PER_THREAD = 65536 };
+
+/* Units that lie one after the other, for one thread, which has their neighbours of the last job in its caches: torch
+ * divides its work the same way. Whoever has done its own share takes from others'. */
+typedef struct {
+    int64_t next; /* atomic: the next unit that nobody has taken */
+    int64_t end;
+    char line[48]; /* no other share on its line of the cache */
+} share;
 
 typedef struct {
     gf_run *run;
     const void *argument;
-    int64_t units;
     size_t scratch_bytes;
-    int64_t next;  /* atomic: the next unit that nobody has taken */
-    int failed;    /* atomic: a thread had no scratch */
+    pthread_t caller;
+    int count; /* of shares */
+    share shares[MOST_SHARES];
 } job;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -29,10 +37,14 @@ static int workers, seats, working;
 static pthread_key_t scratch_key;
 static gf_team *team; /* atomic: runs a function on all of torch's threads; NULL where there are none to be had */
 
+/* What a thread has of its own. */
 typedef struct {
     size_t bytes;
     void *memory;
+    int number; /* from 1 on, the same in all jobs of others */
 } scratch_block;
+
+static int numbered; /* atomic: threads that have a number */
 
 static void free_scratch(void *value) {
     scratch_block *block = value;
@@ -41,7 +53,7 @@ static void free_scratch(void *value) {
 }
 
 /* Return the thread's own scratch, at least `bytes` long; NULL where there is no memory. */
-static void *find_scratch(size_t bytes) {
+static scratch_block *find_scratch(size_t bytes) {
     scratch_block *block = pthread_getspecific(scratch_key);
     if (!block) {
         block = calloc(1, sizeof *block);
@@ -56,20 +68,40 @@ static void *find_scratch(size_t bytes) {
         block->memory = aligned_alloc(64, block->bytes);
         if (!block->memory) block->bytes = 0;
     }
-    return block->memory;
+    return block->memory ? block : NULL;
 }
 
+/* Divide units into shares of one size, give or take one. */
+static void divide(job *j, int64_t units, int threads) {
+    j->count = threads < 1 ? 1 : threads > MOST_SHARES ? MOST_SHARES : threads;
+    if (j->count > units) j->count = units < 1 ? 1 : (int)units;
+    for (int64_t i = 0; i < j->count; i++) {
+        j->shares[i].next = i * units / j->count;
+        j->shares[i].end = (i + 1) * units / j->count;
+    }
+}
+
+/* Work on all shares, from the thread's own on: the caller's is the first. A thread without scratch leaves all to others. */
 static void take_units(job *j) {
-    void *scratch = find_scratch(j->scratch_bytes);
-    if (!scratch) {
-        __atomic_store_n(&j->failed, 1, __ATOMIC_RELAXED);
-        return;
+    scratch_block *own = find_scratch(j->scratch_bytes);
+    if (!own) return;
+    int first = 0;
+    if (!pthread_equal(pthread_self(), j->caller)) {
+        if (!own->number) own->number = __atomic_add_fetch(&numbered, 1, __ATOMIC_RELAXED);
+        first = own->number % j->count;
     }
-    for (;;) {
-        const int64_t unit = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
-        if (unit >= j->units) return;
-        j->run(j->argument, unit, scratch);
+    for (int i = 0; i < j->count; i++) {
+        share *s = j->shares + (first + i) % j->count;
+        for (int64_t unit; (unit = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;)
+            j->run(j->argument, unit, own->memory);
     }
+}
+
+/* Units are lost only where no thread at all had scratch. */
+static int has_failed(job *j) {
+    for (int i = 0; i < j->count; i++)
+        if (__atomic_load_n(&j->shares[i].next, __ATOMIC_RELAXED) < j->shares[i].end) return -1;
+    return 0;
 }
 
 static void *work(void *unused) {
@@ -138,19 +170,24 @@ int gf_useful_threads(int threads, int64_t elements) {
 }
 
 int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, size_t scratch_bytes) {
-    job j = {.run = run, .argument = argument, .units = units, .scratch_bytes = scratch_bytes};
+    job j;
+    j.run = run;
+    j.argument = argument;
+    j.scratch_bytes = scratch_bytes;
+    j.caller = pthread_self();
     pthread_once(&once, start);
     gf_team *const others = __atomic_load_n(&team, __ATOMIC_RELAXED);
+    divide(&j, units, threads);
     if (others && threads > 1 && units > 1) {
         others(join, &j, 0, 0); /* as many as torch has: another number would cost OpenMP a new team */
-        return j.next < units ? -1 : 0;
+        return has_failed(&j);
     }
     if (threads > units) threads = (int)units;
     if (threads > MOST_WORKERS + 1) threads = MOST_WORKERS + 1;
     /* Where another thread's job has the workers, this one runs by itself. */
     if (threads <= 1 || pthread_mutex_trylock(&turn)) {
         take_units(&j);
-        return -j.failed;
+        return has_failed(&j);
     }
     pthread_mutex_lock(&lock);
     hire(threads - 1);
@@ -164,6 +201,5 @@ int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, s
     while (working) pthread_cond_wait(&done, &lock);
     pthread_mutex_unlock(&lock);
     pthread_mutex_unlock(&turn);
-    /* Units are lost only where no thread at all had scratch. */
-    return __atomic_load_n(&j.next, __ATOMIC_RELAXED) < units ? -1 : 0;
+    return has_failed(&j);
 }
