@@ -16,14 +16,14 @@ setup: .venv/.ready
 
 # The C library alone, after a change of its sources.
 native:
-	cmake -S src/gradfilter/native -B build/native
+	cmake -S src/gradfilter/ops/native -B build/native
 	cmake --build build/native
-	cp build/native/libgradfilter.so src/gradfilter/native/
+	cp build/native/libgradfilter.so src/gradfilter/ops/native/
 
 # Its tests under the address and undefined-behaviour sanitizers. Python itself leaks on leaving: leaks are not looked for.
 # torch's exceptions need the C++ library beside the sanitizer's.
 sanitize: setup
-	cmake -S src/gradfilter/native -B build/sanitize -DSANITIZE=ON
+	cmake -S src/gradfilter/ops/native -B build/sanitize -DSANITIZE=ON
 	cmake --build build/sanitize
 	LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 GRADFILTER_NATIVE_LIBRARY=build/sanitize/libgradfilter.so \

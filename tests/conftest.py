@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from gradfilter import native
+from gradfilter.ops import native
 
 # Tests run in several processes: one thread each, or they wait for each other's cores.
 torch.set_num_threads(1)

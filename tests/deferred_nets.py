@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfilter as gf
-from gradfilter import deferred, frozen, native
+from gradfilter import deferred, frozen
 from gradfilter.bench.setup import shake_
 from gradfilter.errors import ExitWarning
+from gradfilter.ops import native
 from gradfilter.rules import norm
 
 Use = Callable[[Any, Tensor], Any]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from gradfilter import native
+from gradfilter.ops import native
 
 STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
 ACTS = (*STEPS, native.HARDSWISH, native.SILU)

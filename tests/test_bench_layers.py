@@ -9,7 +9,8 @@ from torch import nn
 from gradfilter.bench import layers, profile
 from gradfilter.bench.__main__ import main
 from gradfilter.bench.layers import Layer
-from gradfilter.patches import make_areas, unpool
+from gradfilter.ops.constants import make_areas
+from gradfilter.ops.pooling import unpool
 
 
 def test_every_layer_has_its_rows(tmp_path, monkeypatch, capsys):

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import environment, frozen, native
+from gradfilter import environment, frozen
 from gradfilter.bench.setup import shake_
 from gradfilter.errors import PlanError, SettingsError, TrunkWarning
 from gradfilter.frozen import FrozenTensor, convolve_short
 from gradfilter.models import make_model
+from gradfilter.ops import native
 from gradfilter.train import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradfilter.errors.TrunkWarning")

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradfilter as gf
 from cases import MODELS, draw
-from gradfilter import native
-from gradfilter.native import affine
+from gradfilter.ops import native
+from gradfilter.ops.native import affine
 from segment_nets import CLASSES, make_segmenter, segment_loss
 
 CONSTRUCTORS = ("tensor", "as_tensor", "asarray", "from_numpy")

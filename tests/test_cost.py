@@ -17,7 +17,6 @@ from torch import nn
 
 import gradfilter as gf
 from cases import MODELS, seeded
-from gradfilter import native
 from gradfilter.cli import main
 from gradfilter.cost import EXACT, PLAN, SIDES, Trial, make_sgd, measure_saved_by_layer
 from gradfilter.cost_table import LayerCost
@@ -25,6 +24,7 @@ from gradfilter.errors import GradFilterError, InputError
 from gradfilter.hooks import exactly, find_applied
 from gradfilter.measure import measure_peak, silent
 from gradfilter.meter import BACKWARD, FORWARD, UPDATE, predict_step
+from gradfilter.ops import native
 from gradfilter.outputs import sum_outputs
 from test_fidelity import snapshot, with_some_grads
 from train_nets import small

@@ -17,10 +17,10 @@ import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, count_saved, draw_images, in_order, make_parts, run_both, run_step
 from deferred_uses import EXPANDED, USES, make_use
-from gradfilter import native
 from gradfilter.bench.setup import shake_
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import InputError
+from gradfilter.ops import native
 from random_networks import networks, sizes
 
 pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library is not built")

@@ -13,9 +13,9 @@ import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, draw_images, in_order, make_parts, run_both, run_step
 from deferred_uses import EXPANDED, FROZEN_USES, USES, make_use
-from gradfilter import native
 from gradfilter.bench.setup import shake_
 from gradfilter.frozen import FrozenTensor
+from gradfilter.ops import native
 
 pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library is not built")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import oracles
 from cases import CHANNELS, PAIRS, REARRANGED, draw
 from gradfilter.emit import enter
-from gradfilter.patches import Layout, Tiling
+from gradfilter.geometry.tiling import Layout, Tiling
 from gradfilter.rules.view import align
 from gradfilter.tensor import Choices, PatchTensor
 from test_rules import choose, clamp, run_or_skip, run_rule, sides, sizes

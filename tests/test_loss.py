@@ -11,7 +11,7 @@ from cases import draw, seeded
 from gradfilter.cost import count_saved
 from gradfilter.emit import enter
 from gradfilter.errors import ExitWarning
-from gradfilter.patches import Tiling, count_cells
+from gradfilter.geometry.tiling import Tiling, count_cells
 from gradfilter.rules import loss as loss_rules
 from gradfilter.tensor import Choices, PatchTensor
 from test_rules import choose, clamp, run_rule, sides, sizes

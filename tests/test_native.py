@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
+from gradfilter.ops.native.reference import pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import draw
-from gradfilter import native
-from gradfilter.native.library import find_team
-from gradfilter.native.reference import pool
-from gradfilter.native.values import count_cells, count_dtype
+from gradfilter.ops import native
+from gradfilter.ops.native.library import find_team
+from gradfilter.ops.native.values import count_cells, count_dtype
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
@@ -284,7 +284,7 @@ class TestMemory:
 
 FORK = """
 import os, torch
-from gradfilter import native
+from gradfilter.ops import native
 x = torch.arange(2.0 * 64 * 64 * 64).view(2, 64, 64, 64).remainder(7)
 torch.set_num_threads(2)  # and no function of torch that would use them: its own threads do not outlive a fork
 run = lambda: [t.numpy() for t in native.norm_act(x, None, None, native.RELU6, (4, 4))]

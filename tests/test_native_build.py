@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradfilter as gf
-from gradfilter import native
+from gradfilter.ops import native
 from helpers_safety import applied, assert_close, assert_differ, gradients, make_images, make_net, plain
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ STEP = """
 import sys
 import torch
 import gradfilter as gf
-from gradfilter import native
+from gradfilter.ops import native
 from helpers_safety import applied, gradients, make_images, make_net
 torch.set_num_threads(1)
 model = applied(make_net(dtype=torch.float32), gf.Backward(patch=4))
@@ -153,6 +153,6 @@ def quick_compiler(tmp_path) -> str:
 def test_an_install_with_a_compiler_trains_with_the_library(tmp_path, quick_compiler):
     found, said = install_and_step(tmp_path, CC=quick_compiler)
     assert "without its C library" not in said
-    assert libraries(tmp_path) == ["gradfilter/native/libgradfilter.so"]
+    assert libraries(tmp_path) == ["gradfilter/ops/native/libgradfilter.so"]
     assert found["on"]
     check_step(found)

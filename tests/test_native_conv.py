@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gradfilter import native
+from gradfilter.ops import native
 from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradfilter import native
-from gradfilter.native import affine
+from gradfilter.ops import native
+from gradfilter.ops.native import affine
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gradfilter import native, patches
 from gradfilter.emit import enter
+from gradfilter.geometry.tiling import Tiling, map_size
+from gradfilter.ops import native
+from gradfilter.ops.pooling import pool_mean
 from gradfilter.rules import pooling
 from gradfilter.tensor import Choices, PatchTensor
 
@@ -45,11 +47,11 @@ def make_map(shape, fill, seed):
 def check(x, options, in_patch, out_patch):
     """Compare the library with torch: maxima and winners bit for bit. Return whether the library covers the case."""
     y, indices = F.max_pool2d(x, *options, return_indices=True)
-    size = patches.map_size(y)
-    assert pooling.find_size(patches.map_size(x), *options) == size
+    size = map_size(y)
+    assert pooling.find_size(map_size(x), *options) == size
     spans = pooling.find_spans(size, *options[:4])
-    windows = pooling.find_windows(patches.map_size(x), in_patch, size, out_patch, spans)
-    rows, columns = pooling.find_taps(patches.map_size(x), windows, spans, options[3])
+    windows = pooling.find_windows(map_size(x), in_patch, size, out_patch, spans)
+    rows, columns = pooling.find_taps(map_size(x), windows, spans, options[3])
     if not (rows.count.all() and columns.count.all()):
         return False
     got = native.max_pool(x, rows, columns, out_patch)
@@ -99,7 +101,7 @@ class TestMaxPool:
 def run_rule(call, x, patch, seed):
     """Return the maxima, their means, and the gradient of x for a drawn gradient of the carrier."""
     x = x.detach().requires_grad_()
-    y = call(enter(x, Choices("layer", patches.Tiling(patch=patch))))
+    y = call(enter(x, Choices("layer", Tiling(patch=patch))))
     assert isinstance(y, PatchTensor), "the rule did not run: this was an exit"
     g = torch.randn(y.carrier.shape, generator=torch.Generator().manual_seed(seed))
     return y.detach(), y.means, torch.autograd.grad(y.carrier, x, g)[0]
@@ -126,7 +128,7 @@ def test_the_rule_equals_its_torch_path(name, patch, calls):
     assert torch.equal(y, want_y)
     torch.testing.assert_close(gx, want_gx)
     for side, mean in means.items():
-        torch.testing.assert_close(mean, patches.pool_mean(want_y, side))
+        torch.testing.assert_close(mean, pool_mean(want_y, side))
     assert bool(means) == (patch != (1, 1))
 
 
@@ -156,7 +158,7 @@ def test_what_the_library_does_not_cover_runs_in_torch(calls):
 
 
 def test_arguments_that_torch_refuses_raise_its_errors():
-    x = enter(make_map((1, 16, 6, 6), "ties", 10).requires_grad_(), Choices("layer", patches.Tiling(patch=(2, 2))))
+    x = enter(make_map((1, 16, 6, 6), "ties", 10).requires_grad_(), Choices("layer", Tiling(patch=(2, 2))))
     for options in ((3, 0), ((2, 2, 2),), (2, 2, 2), (9,)):
         with pytest.raises(RuntimeError):
             F.max_pool2d(x, *options)  # type: ignore[call-overload]

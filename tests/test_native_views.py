@@ -7,12 +7,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import gradfilter
-from gradfilter import native, patches
 from gradfilter.emit import enter
-from gradfilter.native.values import count_cells
-from gradfilter.patches import Axis
+from gradfilter.geometry.axes import Axis
+from gradfilter.geometry.convolution import make_geometry
+from gradfilter.geometry.tiling import Tiling
+from gradfilter.ops import native
+from gradfilter.ops.native.values import count_cells
 from gradfilter.rules import twin
-from gradfilter.rules.geometry import make_geometry
 from gradfilter.tensor import Choices, PatchTensor
 from native_cases import STEPS, axes, draw_eighths
 from views import compare, places, some, views
@@ -238,7 +239,7 @@ class TestGradients:
 def run_rule(call, x, patch, view, seed):
     """Return the result of a rule and the gradient of x, for a view as the gradient of the carrier."""
     x = x.detach().requires_grad_()
-    y = call(enter(x, Choices("layer", patches.Tiling(patch=patch))))
+    y = call(enter(x, Choices("layer", Tiling(patch=patch))))
     assert isinstance(y, PatchTensor), "the rule did not run: this was an exit"
     g = view(draw_eighths(*y.carrier.shape, seed=seed, most=16))
     return y.detach(), torch.autograd.grad(y.carrier, x, g)[0]

@@ -15,7 +15,7 @@ from cases import draw
 from gradfilter.cost import count_saved, measure_saved_bytes, predict_saved_bytes
 from gradfilter.emit import enter
 from gradfilter.errors import ExitWarning
-from gradfilter.patches import Axis, lift_axis
+from gradfilter.geometry.axes import Axis, lift_axis
 from gradfilter.rules.resample import interpolate_axis
 from gradfilter.tensor import PatchTensor
 from helpers_safety import find_unexpected

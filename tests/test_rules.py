@@ -12,7 +12,7 @@ import oracles
 from cases import CHANNELS, CONVS, FUNCTIONS, draw
 from gradfilter.emit import enter, regrid
 from gradfilter.errors import InputError, RuleError
-from gradfilter.patches import Tiling, count_cells
+from gradfilter.geometry.tiling import Tiling, count_cells
 from gradfilter.tensor import RULES, Choices, PatchTensor, rule
 
 sizes = st.tuples(st.integers(1, 17), st.integers(1, 17))

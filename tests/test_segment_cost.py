@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import gradfilter as gf
 from cases import seeded
-from gradfilter import native
 from gradfilter.apply import apply_, freeze_
 from gradfilter.cli import main
 from gradfilter.cost import SIDES, Trial, make_sgd, measure_saved_by_layer, measure_saved_bytes, predict_saved_bytes
@@ -20,6 +19,7 @@ from gradfilter.loss import StepLoss
 from gradfilter.measure import measure_peak
 from gradfilter.meter import LOSS, predict_step
 from gradfilter.models.torchvision_ops import declare_torchvision_ops
+from gradfilter.ops import native
 from gradfilter.plan import Plan
 from gradfilter.planner import choose_plan
 from gradfilter.survey import FLOPS, MEMORY

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradfilter import Backward, Plan, apply_, native
+from gradfilter import Backward, Plan, apply_
 from gradfilter.bench.profile import find_rows, make_inference, make_step
 from gradfilter.bench.traffic import count_bytes
+from gradfilter.ops import native
 
 native_only = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 last = torch.channels_last

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradfilter as gf
-from gradfilter import native
 from gradfilter.bench.setup import shake_
 from gradfilter.bench.unet import UNet
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.models import make_model
+from gradfilter.ops import native
 from gradfilter.outputs import find_outputs
 from gradfilter.plan import find_layers
 from gradfilter.train.batches import seeded

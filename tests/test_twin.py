@@ -12,10 +12,13 @@ from torch._subclasses import FakeTensorMode
 
 import oracles
 from cases import draw
-from gradfilter import native, patches
-from gradfilter.patches import Axis
+from gradfilter.geometry.axes import Axis, overlap_axis
+from gradfilter.geometry.convolution import cut_tiles, find_tiles, make_geometry
+from gradfilter.geometry.tiling import count_cells, is_nhwc, map_size
+from gradfilter.ops import native
+from gradfilter.ops.constants import find_coefficients
+from gradfilter.ops.pooling import apply_axes, unpool
 from gradfilter.rules import pooling, twin
-from gradfilter.rules.geometry import cut_tiles, find_coefficients, find_tiles, make_geometry
 
 quick = settings(deadline=None, max_examples=100)
 axes = st.builds(
@@ -460,10 +463,10 @@ def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil
     x = make_map(3, size, layout, 4)
     y, indices = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
     assume(torch.isfinite(y).all())
-    spans = pooling.find_spans(patches.map_size(y), kernel, stride, padding, dilation)
+    spans = pooling.find_spans(map_size(y), kernel, stride, padding, dilation)
     patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])
     cells = min(out_patch[0], y.shape[2]), min(out_patch[1], y.shape[3])
-    windows = pooling.find_windows(size, patch, patches.map_size(y), cells, spans)
+    windows = pooling.find_windows(size, patch, map_size(y), cells, spans)
     assume(windows.reach[0] * windows.reach[1] * windows.bits <= pooling.DOUBLE)
     want = pooling.count_scattered(indices, windows)
     assert torch.equal(pooling.count_packed(indices, windows), want)
@@ -473,11 +476,11 @@ def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil
 @quick
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_maps_keep_their_layout(size, patch):
-    cells = patches.count_cells(size, patch)
+    cells = count_cells(size, patch)
     first, last = (make_map(3, cells, layout, 5) for layout in (torch.contiguous_format, torch.channels_last))
-    assert torch.equal(patches.unpool(last, patch, size), patches.unpool(first, patch, size))
-    rows, columns = (patches.overlap_axis(n, p, 3) for n, p in zip(size, patch, strict=True))
-    got = patches.apply_axes(last, rows, columns)
-    torch.testing.assert_close(got, patches.apply_axes(first, rows, columns))
-    if patches.is_nhwc(last):
+    assert torch.equal(unpool(last, patch, size), unpool(first, patch, size))
+    rows, columns = (overlap_axis(n, p, 3) for n, p in zip(size, patch, strict=True))
+    got = apply_axes(last, rows, columns)
+    torch.testing.assert_close(got, apply_axes(first, rows, columns))
+    if is_nhwc(last):
         assert got.is_contiguous(memory_format=torch.channels_last)

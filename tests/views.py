@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from gradfilter import native
+from gradfilter.ops import native
 
 ORDERS = {
     "first axis first": lambda axes: axes,

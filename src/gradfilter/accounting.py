@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from gradfilter.cost_table import show_bytes, show_flops, show_patch
 from gradfilter.errors import ExitWarning, InputError
+from gradfilter.geometry.tiling import Pair, Tiling, map_size
 from gradfilter.hooks import PlannedLayer, exactly, find_applied, find_hooks
 from gradfilter.outputs import copy_model, explain_failure
-from gradfilter.patches import Pair, Tiling, map_size
 from gradfilter.plan import Conv, find_layers
 from gradfilter.shapes import on_shapes, to_meta
 from gradfilter.table import Table

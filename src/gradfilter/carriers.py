@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter import patches
 from gradfilter.errors import DoubleBackwardError
-from gradfilter.patches import MAP, AxisMatrix, Layout, Pair, count_cells, make_areas, pool_sum
+from gradfilter.geometry.axes import AxisMatrix
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells
+from gradfilter.ops.constants import make_areas
+from gradfilter.ops.pooling import apply_axes, pool_sum, unpool
 from gradfilter.regions import Choices
 
 if TYPE_CHECKING:
@@ -187,7 +189,7 @@ class Enter(Function):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         mean = g / make_areas(ctx.size, ctx.patch, g, ctx.layout)
-        return patches.unpool(mean, ctx.patch, ctx.size, ctx.layout), None, None
+        return unpool(mean, ctx.patch, ctx.size, ctx.layout), None, None
 
 
 class AxisMap(Function):
@@ -207,5 +209,4 @@ class AxisMap(Function):
     @staticmethod
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
-        gx = patches.over_map(g, ctx.layout, lambda m: patches.apply_axes(m, ctx.rows.T, ctx.columns.T))
-        return gx, None, None, None
+        return apply_axes(g, ctx.rows.T, ctx.columns.T, ctx.layout), None, None, None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gradfilter.patches import Pair
+from gradfilter.geometry.tiling import Pair
 from gradfilter.table import Table
 from gradfilter.units import show_amount
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from gradfilter import native
+from gradfilter import ops
 from gradfilter.carriers import make_carrier
+from gradfilter.geometry.tiling import Pair
 from gradfilter.keep.base import Promise, is_saving_watched
-from gradfilter.native import IDENTITY, Act, Ending, Fused, make_cells
-from gradfilter.patches import Pair
+from gradfilter.ops import IDENTITY, Act, Ending, Fused, native
+from gradfilter.ops.native import make_cells
 from gradfilter.recipe import Ended, Padding, Recipe, Zeros, find_convolution, start
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
@@ -270,7 +271,7 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
     if x.recipe is None:
         if not native.can_run(x.value):
             return None
-        return native.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
+        return ops.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)
     fused = x.recipe.run(act, x.patch, last=inplace)
     if inplace:
         settle(x, fused)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfilter import patches
 from gradfilter.carriers import AxisMap, Carry, Enter, Exit, Out, Rebind, call_function, make_carrier
 from gradfilter.deferred import Watch, make_placeholder, pixels, run_on_values, wait
-from gradfilter.patches import MAP, Layout, Pair, count_cells
+from gradfilter.geometry.axes import overlap_axis
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells
 from gradfilter.recipe import Recipe
 from gradfilter.regions import Choices
 from gradfilter.tensor import PatchTensor, carrier_layout, check_not_borrowed, is_traced, spatial_size
@@ -182,7 +182,7 @@ def regrid_carrier(x: PatchTensor, patch: Pair) -> Tensor:
     """Return the carrier of x at another patch size."""
     if patch == x.patch:
         return x.carrier
-    rows, columns = (patches.overlap_axis(n, i, o) for n, i, o in zip(spatial_size(x), x.patch, patch, strict=True))
+    rows, columns = (overlap_axis(n, i, o) for n, i, o in zip(spatial_size(x), x.patch, patch, strict=True))
     return AxisMap.apply(x.carrier, rows, columns, carrier_layout(x))  # type: ignore[return-value]
 
 

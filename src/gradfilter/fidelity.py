@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter.errors import InputError
+from gradfilter.geometry.tiling import Pair, Tiling
 from gradfilter.hooks import PlannedLayer, exactly, find_applied, find_hooks, find_states
 from gradfilter.loss import Loss, check_scalar, cross_entropy, explain_loss
 from gradfilter.outputs import explain_failure
-from gradfilter.patches import Pair, Tiling
 from gradfilter.plan import Conv, containers, find_layers, find_norms
 from gradfilter.spectrum import divide, find_dc_ratio, find_energy, record_snr, to_db
 from gradfilter.table import Table

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from gradfilter import native
 from gradfilter.deferred import (
     METADATA,
     SET_DATA,
@@ -38,6 +37,7 @@ from gradfilter.deferred import (
     wait_with,
 )
 from gradfilter.environment import has_bfloat16
+from gradfilter.ops import native
 from gradfilter.recipe import Recipe, surround
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act

@@ -22,8 +22,8 @@ from gradfilter.deferred import Handle
 from gradfilter.emit import enter, regrid
 from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
+from gradfilter.geometry.tiling import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.keep import FULL, State
-from gradfilter.patches import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
 from gradfilter.tensor import PatchTensor, is_live, is_traced, leave, plain_torch

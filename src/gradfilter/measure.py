@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from gradfilter import native
+from gradfilter.ops import native
 
 T = TypeVar("T")
 ROUNDS = 5

@@ -18,8 +18,8 @@ from torch import nn
 
 from gradfilter.errors import PlanError
 from gradfilter.files import replace_file
+from gradfilter.geometry.tiling import Pair, Tiling, make_pair, make_tiling
 from gradfilter.keep import FULL, Keep, parse_keep
-from gradfilter.patches import Pair, Tiling, make_pair, make_tiling
 
 DEFAULT_GRID = 4
 MOST_PREFIX = 16

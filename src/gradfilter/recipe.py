@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter import native
+from gradfilter import ops
 from gradfilter.errors import InputError
+from gradfilter.geometry.tiling import Pair
 from gradfilter.keep.base import Promise
-from gradfilter.native import IDENTITY, Act, Cells, Ending, Fused
-from gradfilter.patches import Pair
+from gradfilter.ops import IDENTITY, Act, Cells, Ending, Fused, native
 
 Sources = tuple[tuple[Tensor, int], ...]
 """Tensors, each with the version that is meant."""
@@ -51,8 +51,8 @@ class Convolution(NamedTuple):
         cells: Cells | None = None,
     ) -> Fused:
         """Compute act(conv(x)·scale + shift + residual)."""
-        where = self.stride, self.padding, self.dilation, self.size
-        return native.convolve(self.kernel, x, self.w, self.b, *where, scale, shift, act, patch, residual, cells=cells)
+        where = self.stride, self.padding, self.dilation, self.groups, self.size
+        return ops.convolve(x, self.w, self.b, *where, scale, shift, act, patch, residual, cells)
 
 
 class Ended(NamedTuple):
@@ -154,7 +154,7 @@ class Recipe(NamedTuple):
             return None
         if not (fits(gamma, channels, dtype) and fits(beta, channels, dtype)):
             return None
-        scale, shift = native.fold(gamma, beta, mu, var, eps)
+        scale, shift = ops.fold_norm(gamma, beta, mu, var, eps)
         return Recipe(*self[:4], scale, shift, *self[6:])  # `_replace` takes three times as long
 
     def add(self, source: Tensor, residual: Tensor) -> Recipe:
@@ -197,7 +197,7 @@ class Recipe(NamedTuple):
             return Fused(F.pad(self.padding.read(self.padding.x), self.padding.zeros), None, None)
         if self.conv is None:
             out = self.x if last and self.is_unseen() else None
-            return native.norm_act(self.x, self.scale, self.shift, act, patch, self.residual, out)
+            return ops.norm_act(self.x, self.scale, self.shift, act, patch, self.residual, out)
         if self.before is not None:
             return self.run_both(self.before, self.conv, act, patch)
         if self.ended is None:
@@ -216,7 +216,7 @@ class Recipe(NamedTuple):
         middle = Ending(first.b, before.scale, before.shift, ended.act, ended.patch)
         end = Ending(conv.b, self.scale, self.shift, act, patch)
         where = conv.stride, conv.padding, conv.dilation, conv.size
-        expanded = native.expand(self.x, first.w, middle, conv.w, *where, end, ended.cells)
+        expanded = ops.expand(self.x, first.w, middle, conv.w, *where, end, ended.cells)
         ended.promise.kept = True
         return expanded.out
 

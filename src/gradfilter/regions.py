@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from gradfilter.errors import ExitWarning
+from gradfilter.geometry.tiling import Tiling
 from gradfilter.keep import FULL, Keep, State
-from gradfilter.patches import Tiling
 
 EXPECTED = "expected"
 """The reason of an exit at a function where regions are meant to end."""

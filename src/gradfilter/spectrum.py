@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfilter.patches import Pair, Tiling, map_size, pool_mean, unpool
+from gradfilter.geometry.tiling import Pair, Tiling, map_size
+from gradfilter.ops.pooling import pool_mean, unpool
 
 
 def dct(x: Tensor) -> Tensor:

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from gradfilter.apply import apply_, remove_
 from gradfilter.errors import ExitWarning, PlanError
 from gradfilter.fidelity import Batch, find_gradients, group, run_loss, take_gradients, without_trace
+from gradfilter.geometry.tiling import Pair
 from gradfilter.keep import FULL, Keep
 from gradfilter.loss import Loss, StepLoss
 from gradfilter.meter import BACKWARD, FORWARD, LOSS, Saved, follow, predict_step, run_forward
 from gradfilter.options import Candidates, Kind, Several, Switch, stand_for
 from gradfilter.outputs import copy_model, explain_failure, sum_outputs
-from gradfilter.patches import Pair
 from gradfilter.plan import Backward, Conv, Plan, find_layers
 from gradfilter.shapes import on_shapes, to_meta
 from gradfilter.spectrum import find_energy

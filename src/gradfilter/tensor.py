@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
-from gradfilter import patches
 from gradfilter.carriers import Leave, is_exit
 from gradfilter.deferred import (
     METADATA,
@@ -32,8 +31,9 @@ from gradfilter.deferred import (
     resolve,
 )
 from gradfilter.errors import InputError, RuleError
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
 from gradfilter.keep import Kept
-from gradfilter.patches import MAP, Layout, Pair, count_cells, is_map
+from gradfilter.ops.pooling import pool_mean
 from gradfilter.regions import EXPECTED, Choices
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -293,7 +293,7 @@ def mean(x: PatchTensor) -> Tensor:
     """Return the patch means of x, in its layout, computed once for all consumers."""
     if x.patch not in x.means:
         with torch.no_grad():
-            x.means[x.patch] = patches.pool_mean(pixels(x), x.patch, x.spatial)
+            x.means[x.patch] = pool_mean(pixels(x), x.patch, x.spatial)
     return x.means[x.patch]
 
 

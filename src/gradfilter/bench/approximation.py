@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from gradfilter.bench.fidelity import MODEL, find_images, load_image
 from gradfilter.bench.report import Report
 from gradfilter.emit import enter
+from gradfilter.geometry.tiling import Pair, Tiling, map_size
 from gradfilter.models import find_models, make_model
-from gradfilter.patches import Pair, Tiling, make_areas, map_size, pool_sum, unpool
+from gradfilter.ops.constants import make_areas
+from gradfilter.ops.pooling import pool_sum, unpool
 from gradfilter.regions import Choices
 from gradfilter.tensor import PatchTensor
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from gradfilter.apply import apply_
 from gradfilter.bench.report import Report
 from gradfilter.bench.setup import parse_backward
+from gradfilter.geometry.axes import Axis
+from gradfilter.geometry.convolution import Geometry, make_geometry
+from gradfilter.geometry.tiling import Pair, count_cells
 from gradfilter.measure import take_turns
-from gradfilter.patches import Axis, Pair, count_cells, pool_mean, pool_sum
+from gradfilter.ops.conv_gradients import conv_gradients
+from gradfilter.ops.pooling import pool_mean, pool_sum
 from gradfilter.plan import Plan
-from gradfilter.rules.geometry import Geometry, make_geometry
-from gradfilter.rules.twin import conv_gradients
 
 KERNEL = 3
 METHODS = ("patch 2", "patch 4", "patch 7", "patch 2 lumped", "patch 4 lumped")

@@ -12,11 +12,14 @@ from torch.autograd import Function
 
 from gradfilter.apply import freeze_
 from gradfilter.errors import GradFilterError
-from gradfilter.patches import Axis, Pair, Tiling, apply_axes, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.geometry.axes import Axis
+from gradfilter.geometry.convolution import Geometry, make_geometry
+from gradfilter.geometry.tiling import Pair, Tiling, map_size
+from gradfilter.ops.constants import make_areas
+from gradfilter.ops.conv_gradients import conv_gradients
+from gradfilter.ops.pooling import apply_axes, pool_mean, pool_sum
 from gradfilter.plan import Plan, resolve
 from gradfilter.rules.conv import as_pair, resolve_padding
-from gradfilter.rules.geometry import Geometry, make_geometry
-from gradfilter.rules.twin import conv_gradients
 
 
 class LumpedConv(Function):

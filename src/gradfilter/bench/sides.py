@@ -20,8 +20,8 @@ from gradfilter.apply import apply_, freeze_
 from gradfilter.bench.layerwise import filter_layers_, is_plain
 from gradfilter.bench.setup import EXACT, INFERENCE, freeze_statistics_, shake_
 from gradfilter.errors import GradFilterError
+from gradfilter.geometry.tiling import map_size
 from gradfilter.outputs import find_logits, sum_outputs
-from gradfilter.patches import map_size
 from gradfilter.plan import Backward, Conv, Plan, find_norms, resolve
 
 FOLDED = "folded inference"

@@ -12,9 +12,10 @@ from torch.autograd import Function
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_add, wait
 from gradfilter.emit import defer, emit_into, finish
+from gradfilter.geometry.tiling import Layout, Pair, count_cells
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.patches import Layout, Pair, count_cells, pool_mean
+from gradfilter.ops.pooling import pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet

@@ -8,19 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradfilter import native, patches
+from gradfilter import ops
 from gradfilter.carriers import Carry, Out, carry, coarse
 from gradfilter.deferred import convolve, find_inside
 from gradfilter.emit import defer, emit
-from gradfilter.keep import FULL, Kept
+from gradfilter.geometry.axes import Axis
+from gradfilter.geometry.convolution import Geometry, make_geometry
+from gradfilter.geometry.tiling import Pair, make_pair, map_size
+from gradfilter.keep import FULL, Kept, Tucker
 from gradfilter.keep.base import load, save
-from gradfilter.patches import Axis, Pair, apply_axes, make_pair, map_size
+from gradfilter.ops.conv_gradients import run_conv_norm
+from gradfilter.ops.pooling import apply_axes, pool_mean
 from gradfilter.recipe import Recipe, surround
 from gradfilter.regions import Choices
-from gradfilter.rules.geometry import Geometry, make_geometry
+from gradfilter.rules.compressed import conv_gradients
 from gradfilter.rules.shape import Padded
-from gradfilter.rules.twin import conv_gradients
-from gradfilter.tensor import PatchTensor, is_live, is_traced, keep_input, mean, pixels, rule
+from gradfilter.tensor import PatchTensor, is_live, keep_input, mean, pixels, rule
 
 
 def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
@@ -34,7 +37,7 @@ def pool_input(x: PatchTensor, geometry: Geometry) -> Tensor:
         if rows.stride == columns.stride == 1 and x.patch == geometry.out_patch:
             return mean(x)
         value = pixels(x)[:, :, :: rows.stride, :: columns.stride]
-        return patches.pool_mean(value[:, :, : rows.out_size, : columns.out_size], geometry.out_patch)
+        return pool_mean(value[:, :, : rows.out_size, : columns.out_size], geometry.out_patch)
     if geometry.lumped:
         return apply_axes(mean(x), *geometry.stacked)
     return mean(x)
@@ -53,7 +56,7 @@ def orient(w: Tensor, geometry: Geometry) -> Tensor:
 class Conv(Carry):
     """Carry a gradient back through conv2d or conv_transpose2d.
 
-    Equation, Cost, Exact when: see `conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
+    Equation, Cost, Exact when: see `ops.conv_gradients`; gb = ΣG. Saves the kept input where the weight is trained.
     """
 
     @staticmethod
@@ -87,10 +90,7 @@ class ConvOrigin(NamedTuple):
 class ConvNorm(Carry):
     """Carry a gradient back through a convolution and the eval-mode batch norm behind it, as one function.
 
-    Equation: with v = w·γ/σ the folded kernel and gV the gradient of the coarse twin at v,
-        gw = gV·γ/σ,   gb = gβ·γ/σ,   gβ = Σ G,   gγ = (⟨gV, w⟩ + (b − μ)·gβ)/σ   per output channel.
-    Cost: that of the convolution. The affine parameters train and nothing more is kept for them.
-    Exact when: as `conv_gradients`; gγ is exact when gw is.
+    Equation, Cost, Exact when: see `ops.conv_norm_gradients`. The affine parameters train and nothing more is kept for them.
     """
 
     @staticmethod
@@ -117,23 +117,12 @@ class ConvNorm(Carry):
     def backward(ctx: Any, g: Tensor) -> Any:
         kept, w, b, gamma, mu, var = load(ctx)
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
-        w = orient(w, ctx.geometry)
-        # γ/σ goes with the smaller of gradient and kernel: each takes a pass.
-        scales = g.dtype == w.dtype and g.numel() < w.numel() and not is_traced()
-        norm = native.FixedNorm(gamma, mu, var, ctx.eps)
-        back = native.norm_back(g, norm, scales)
-        if back.scaled is not None:
-            gx, gw = conv_gradients(back.scaled, kept, w, ctx.geometry, need_gx=need_gx)
-        else:
-            folded = (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype)
-            gx, gw = conv_gradients(g, kept, folded, ctx.geometry, need_gx=need_gx)
-        g_gamma = gb = None
-        if gw is not None:
-            gw, g_gamma, gb = native.norm_end(gw, w, b, norm, back, need_gamma, need_gb)
-        elif need_gb:
-            gb = back.total * back.scale
-        gw = orient(gw, ctx.geometry) if need_gw and gw is not None else None
-        return gx, gw, gb, g_gamma, back.total if need_beta else None, None, None, None, None, None, None
+        norm, geometry = ops.FixedNorm(gamma, mu, var, ctx.eps), ctx.geometry
+        args = g, kept, orient(w, geometry), b, norm, geometry, need_gx, need_gb, need_gamma
+        # What is held compressed is no tensor, which operators take.
+        found = run_conv_norm(*args, conv=conv_gradients) if isinstance(kept, Tucker) else ops.conv_norm_gradients(*args)
+        gw = orient(found.gw, geometry) if need_gw and found.gw is not None else None
+        return found.gx, gw, found.gb, found.g_gamma, found.g_beta if need_beta else None, *[None] * 6
 
 
 def resolve_padding(padding: str | int | tuple[int, ...], kernel: Pair, dilation: Pair, fold: tuple[int, ...]) -> Pair:

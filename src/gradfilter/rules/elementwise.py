@@ -7,21 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gradfilter import native
+from gradfilter import ops
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import run_act, wait, wait_with
 from gradfilter.emit import defer, emit_into, finish
+from gradfilter.geometry.tiling import Pair, is_map, map_size
 from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.native import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused
-from gradfilter.patches import MAP, Layout, Pair, count_dtype, is_map, make_areas, map_size, pool_mean, pool_sum
+from gradfilter.ops.activation import count_set, find_share, find_steep
+from gradfilter.ops.native.values import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused
+from gradfilter.ops.pooling import pool_mean
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
-from gradfilter.tensor import PatchTensor, hold_map, is_live, is_traced, pixels, rule
+from gradfilter.tensor import PatchTensor, hold_map, is_live, pixels, rule
 
 
 class Derivative(Carry):
@@ -48,9 +49,8 @@ class Derivative(Carry):
 class StepDerivative(Carry):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
-    Equation: Gx = G · (low + (high − low)·count/|I|), count = the pixels of the patch on the steep piece.
-    Cost: one product; saves the counts: a byte per cell while a patch has at most 255 pixels, two above, a bit at patch 1.
-    Exact when: always, for the gradient that the tiling can carry.
+    Equation, Cost, Exact when: see `ops.scale_by_counts`. Saves the counts: a byte per cell while a patch has at most 255 pixels,
+    two above, a bit at patch 1.
     """
 
     @staticmethod
@@ -65,59 +65,7 @@ class StepDerivative(Carry):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         (count,) = load(ctx)
-        low, high = ctx.slopes
-        if ctx.patch != (1, 1) and is_map(g, ctx.layout) and native.can_scale(g, count):
-            gx = native.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch)
-        else:
-            share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
-            gx = g * (share if (low, high) == (0, 1) else low + (high - low) * share)
-        return gx, None, None, None, None
-
-
-def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
-    """Return how many pixels of each patch are set, in the smallest integers that hold a whole patch.
-
-    Args:
-        steep: 1 or 0 per pixel, floating point.
-        patch: The patch.
-        layout: Which axes are rows and columns.
-    """
-    if patch == (1, 1):
-        return steep.ne(0) if is_traced() else pack_bits(steep)
-    # Half precision counts to 256 or 2048 only.
-    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch, layout).to(count_dtype(patch))
-
-
-def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
-    """Return which share of the pixels of each patch is set, for the counts of `count_steep`."""
-    if patch == (1, 1):
-        return (count if count.dtype is torch.bool else unpack_bits(count, g.shape)).to(g.dtype)
-    return count.to(g.dtype) / make_areas(size, patch, g, layout)
-
-
-GATHER, SPREAD, PLACES = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
-"""Factors and a mask for eight bytes as one number. Times GATHER, byte i, 0 or 1, is bit i of the highest byte: no other term
-of the product reaches it, and none carries into it. Times SPREAD, a byte is in all eight; PLACES has bit i of byte i."""
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
-    flat = F.pad(mask.reshape(-1).ne(0), (0, -mask.numel() % 8))
-    return flat.view(torch.int64).mul(GATHER).bitwise_right_shift_(56).to(torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """Return the boolean mask of `pack_bits`."""
-    spread = packed.to(torch.int64).mul_(SPREAD).bitwise_and_(PLACES)
-    return spread.view(torch.uint8).ne(0)[: math.prod(shape)].reshape(shape)
-
-
-def find_steep(y: Tensor, start: float, end: float) -> Tensor:
-    """Return 1 where y lies strictly between two bounds and 0 elsewhere, in one pass."""
-    one = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
-    if end == math.inf:
-        return torch.ops.aten.threshold_backward(one, y, start)
-    return torch.ops.aten.hardtanh_backward(one, y, start, end)
+        return ops.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch, ctx.layout), *[None] * 4
 
 
 STEPS = {
@@ -164,7 +112,7 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     y, mean, count = fused
     if count is None:
         with torch.no_grad():
-            count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
+            count = ops.count_steep(y, (start, end), x.patch, x.spatial)
     return emit_act(x, y, mean, inplace, StepDerivative, x.carrier, hold(count), slopes)
 
 
@@ -279,7 +227,7 @@ class PReLU(Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, w: Tensor, steep: Tensor, below: Kept | None, patch: Pair) -> Tensor:
         ctx.size, ctx.patch = map_size(steep), patch
-        save(ctx, [below], count_steep(steep, patch), w)
+        save(ctx, [below], count_set(steep, patch), w)
         return make_carrier(carrier.shape, carrier)
 
     @staticmethod
@@ -287,7 +235,7 @@ class PReLU(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         below, count, w = load(ctx)
         slope = w.to(g.dtype)[:, None, None]
-        share = steep_share(count, ctx.size, ctx.patch, g)
+        share = find_share(count, ctx.size, ctx.patch, g)
         gw = None
         if below is not None:
             gw = (g * below).sum((0, 2, 3))

@@ -12,10 +12,10 @@ from torch.autograd import Function
 
 from gradfilter.carriers import coarse, make_carrier
 from gradfilter.emit import finish, wrap
+from gradfilter.geometry.tiling import Layout, count_cells
 from gradfilter.keep import Kept, Tucker
 from gradfilter.keep.base import load, save
 from gradfilter.keep.contract import contract
-from gradfilter.patches import Layout, count_cells
 from gradfilter.rules.functions import find_functions
 from gradfilter.tensor import EXPECTED_EXITS, REGION_ENDS, PatchTensor, is_live, keep_input, mean, pixels, rule, spatial_size
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter import ops
 from gradfilter.carriers import coarse
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.patches import apply_axes, pool_sum
+from gradfilter.ops.pooling import apply_axes, pool_sum
 from gradfilter.rules.channels import LogProbabilities
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate
@@ -114,20 +115,6 @@ def compare_by_autograd(losses: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
     return y.detach(), g
 
 
-@torch.no_grad()
-def compare_labels(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of x with labels, summed, and its gradient (softmax − one-hot)·weight.
-
-    In the memory of the logarithms: autograd takes three times that, and more than twice the time.
-    """
-    g = F.log_softmax(x, 1)
-    y = F.nll_loss(g, target, weight, ignore_index=ignore_index, reduction="sum")
-    real = target != ignore_index
-    label = target.where(real, 0).unsqueeze(1)
-    scale = real.unsqueeze(1).to(g.dtype) if weight is None else weight[label] * real.unsqueeze(1)
-    return y, g.exp_().mul_(scale).scatter_add_(1, label, -scale)
-
-
 def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return how many pixels have a class, or the sum of the weights of these classes."""
     real = target != ignore_index
@@ -172,7 +159,7 @@ def class_loss(
 
     def compare(z: Tensor, chosen: slice) -> tuple[Tensor, Tensor]:
         if loss is F.cross_entropy and is_label and not options.get("label_smoothing") and z.element_size() > 2:
-            return compare_labels(z, target[chosen], weight, ignore_index)
+            return ops.cross_entropy_gradient(z, target[chosen], weight, ignore_index)
         return compare_by_autograd(lambda z: loss(z, target[chosen], **options), z)
 
     def find_divisor() -> Tensor | int:

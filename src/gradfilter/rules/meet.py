@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradfilter.carriers import Out
 from gradfilter.emit import enter_carrier, rebind, regrid_carrier, wrap
-from gradfilter.patches import Layout, Pair, count_cells
+from gradfilter.geometry.tiling import Layout, Pair, count_cells
 from gradfilter.regions import Choices
 from gradfilter.tensor import PatchTensor, find_live, is_live, leave, spatial_size
 

@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from gradfilter import ops
 from gradfilter.carriers import Carry, Out, carry, coarse, make_carrier
 from gradfilter.deferred import can_defer, make_recipe
 from gradfilter.emit import defer, emit, finish, wrap
 from gradfilter.errors import InputError
+from gradfilter.geometry.tiling import Pair, is_map, map_size
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.patches import Pair, is_map, make_areas, map_size
+from gradfilter.ops.norm import normalise
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, hold_map, is_live, mean, pixels, rule
 
@@ -23,29 +25,11 @@ from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, hold_map, is_live, me
 EXPECTED_EXITS.add(F.local_response_norm)
 
 
-def to_maps(values: Tensor, like: Tensor) -> Tensor:
-    """Shape values per channel [C], or per image and channel [N, C], to act on `like` [N, C, H', W']."""
-    return values.to(like.dtype)[..., None, None]
-
-
-def normalise(x_bar: Tensor, mu: Tensor, inverse: Tensor) -> Tensor:
-    """Return x̂̄ of the patch means x̄ [N, C, H', W'] and statistics [C] or [N, C]."""
-    return (x_bar - to_maps(mu, x_bar)) * to_maps(inverse, x_bar)
-
-
-def share_sums(sums: Tensor, shared: int, is_batch: bool) -> Tensor:
-    """Add up sums [N, C] over the batch, or over groups of `shared` channels, and give each channel the result."""
-    if is_batch:
-        return sums.sum(0)
-    return sums.unflatten(1, (-1, shared)).sum(2).repeat_interleave(shared, 1)
-
-
 class NormEval(Carry):
     """Carry a gradient back through a batch norm in eval mode.
 
-    Equation: Gx = G·γ/σ, gβ = Σ G, gγ = Σ G·(x̄ − μ)/σ.
-    Cost: one pass over G; saves x̄ where γ is trained (behind a trained conv `ConvNorm` saves nothing).
-    Exact when: always, for the gradient that the tiling can carry.
+    Equation, Cost, Exact when: see `ops.norm_eval_gradients`. Saves x̄ where γ is trained (behind a trained conv `ConvNorm` saves
+    nothing).
     """
 
     @staticmethod
@@ -68,27 +52,15 @@ class NormEval(Carry):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         x_bar, gamma, mu, var = load(ctx)
-        need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
-        inverse = (var + ctx.eps).rsqrt()
-        scale = inverse if gamma is None else gamma * inverse
-        gx = g * to_maps(scale, g) if need_gx else None
-        g_gamma = g_beta = None
-        if need_gamma:
-            x_hat = normalise(x_bar, mu, inverse)
-            g_gamma = (g * x_hat).sum((0, 2, 3))
-        if need_beta:
-            g_beta = g.sum((0, 2, 3))
-        return gx, g_gamma, g_beta, None, None, None, None, None
+        need_gx, _, need_beta = ctx.needs_input_grad[:3]
+        found = ops.norm_eval_gradients(g, x_bar, ops.FixedNorm(gamma, mu, var, ctx.eps), need_gx, need_beta)
+        return *found, *[None] * 5
 
 
 class NormTrain(Function):
     """Carry a gradient back through a norm with the statistics of its input: batch, group or instance norm.
 
-    Equation: with x̂̄ the patch means of the normalised input, h = γ·G, and sums over what shares a statistic, M pixels
-    (a channel of the batch; a group of channels of an image),
-        Gx = (1/σ)(h − |I|·Σh/M − |I|·x̂̄·Σ(h·x̂̄)/M),   gγ = Σ G·x̂̄,   gβ = Σ G.
-    Cost: two passes over G; saves x̂̄.
-    Exact when: always, for the gradient that the tiling can carry.
+    Equation, Cost, Exact when: see `ops.norm_train_gradients`. Saves x̂̄.
     """
 
     @staticmethod
@@ -111,20 +83,8 @@ class NormTrain(Function):
     @coarse
     def backward(ctx: Any, g: Tensor) -> Any:
         x_hat, inverse, gamma = load(ctx)
-        need_gx, need_gamma, need_beta = ctx.needs_input_grad[:3]
-        total, along = (part.sum((2, 3), dtype=inverse.dtype) for part in (g, g * x_hat))
-        gx = None
-        if need_gx:
-            n, channels = total.shape
-            shared = n if inverse.dim() == 1 else channels // inverse.shape[1]
-            share = make_areas(ctx.size, ctx.patch, g) / (shared * ctx.size[0] * ctx.size[1])
-            inverse = inverse if inverse.dim() == 1 else inverse.repeat_interleave(shared, 1)
-            scale = inverse if gamma is None else gamma * inverse
-            offset, slope = (share_sums(sums * scale, shared, inverse.dim() == 1) for sums in (total, along))
-            gx = g * to_maps(scale, g) - share * (to_maps(offset, g) + x_hat * to_maps(slope, g))
-        g_gamma = along.sum(0) if need_gamma else None
-        g_beta = total.sum(0) if need_beta else None
-        return gx, g_gamma, g_beta, None, None, None, None
+        found = ops.norm_train_gradients(g, x_hat, inverse, gamma, ctx.size, ctx.patch, *ctx.needs_input_grad[:3])
+        return *found, *[None] * 4
 
 
 @rule(F.batch_norm, any_layout=True)

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.carriers import AxisMap, coarse, make_carrier
 from gradfilter.emit import finish
-from gradfilter.patches import AxisMatrix, Matrix, Pair, apply_axes, map_size, project_matrix, shuffle_axis, unshuffle_axis
+from gradfilter.geometry.axes import AxisMatrix, project_matrix, shuffle_axis, unshuffle_axis
+from gradfilter.geometry.tiling import Matrix, Pair, map_size
+from gradfilter.ops.pooling import apply_axes
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, is_live, pixels, rule

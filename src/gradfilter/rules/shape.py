@@ -14,7 +14,8 @@ from gradfilter.carriers import AxisMap, coarse, make_carrier
 from gradfilter.deferred import make_placeholder, pad_later, wait
 from gradfilter.emit import DeferredTensor, finish, wrap
 from gradfilter.errors import InputError
-from gradfilter.patches import PAD_MODES, is_map, pad_axis
+from gradfilter.geometry.axes import PAD_MODES, pad_axis
+from gradfilter.geometry.tiling import is_map
 from gradfilter.rules.meet import meet
 from gradfilter.tensor import PatchTensor, find_live, is_live, note_exit, pixels, rule, spatial_size
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradfilter.carriers import AxisMap
 from gradfilter.emit import finish, share, wrap
-from gradfilter.patches import AxisMatrix, Layout, Pair, count_cells, project_axis
+from gradfilter.geometry.axes import AxisMatrix, project_axis
+from gradfilter.geometry.tiling import Layout, Pair, count_cells
 from gradfilter.rules.functions import find_functions
 from gradfilter.rules.meet import move_layout
 from gradfilter.tensor import REGION_ENDS, PatchTensor, is_live, is_traced, pixels, rule, spatial_size

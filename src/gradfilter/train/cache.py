@@ -15,11 +15,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradfilter import native
 from gradfilter.apply import keep_state, load_keep_state_
 from gradfilter.environment import find_free_memory
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.files import replace_file, sync_folder
+from gradfilter.ops import native
 from gradfilter.train.batches import seeded
 from gradfilter.train.record import Record, Spec, TrunkError, find_tensors
 from gradfilter.train.trunk import Trunk

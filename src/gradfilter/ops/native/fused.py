@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gradfilter.native.library import DTYPES, call, can_run, is_on, is_plain, is_row, load
-from gradfilter.native.memory import empty
-from gradfilter.native.reference import torch_norm_act
-from gradfilter.native.values import Act, Fused, Pair, count_cells, count_dtype, is_smooth
+from gradfilter.geometry.tiling import Pair, count_cells, count_dtype
+from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable, is_row, load
+from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.values import SILU, Act, Fused, is_smooth
 
 _TASK = struct.Struct("6q 4i 3f i 7Q")
 """`gf_norm_act` of kernels.h."""
@@ -73,45 +73,40 @@ def norm_act(
     patch: Pair,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    want_slope: bool = True,
-) -> Fused:
-    """Return y = act(x · scale + shift + residual) with its patch means and slopes.
-
-    Runs in the library where that can read all tensors, else in torch. Nothing is differentiable: a rule says what the
-    gradient is.
-
-    Args:
-        x: The map [N, C, H, W].
-        scale: One factor per channel [C], float32, or `None` for 1.
-        shift: One term per channel [C], float32, or `None` for 0.
-        act: The activation.
-        patch: The patch `(h, w)`.
-        residual: A map of x's shape and dtype to add before the activation.
-        out: Where y goes; may be x.
-        want_slope: Whether the slope is asked for.
-    """
+) -> Fused | None:
+    """Return y = act(x · scale + shift + residual) with its patch means and slopes."""
     shape, dtype = x.shape, x.dtype
-    plain = can_run(x) and is_plain(residual, shape, dtype) and is_plain(out, shape, dtype)
-    if not (plain and patch[0] * patch[1] <= _MOST_PIXELS):
-        return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
+    plain = is_readable(x) and is_plain(residual, shape, dtype) and is_plain(out, shape, dtype)
+    if not (plain and is_known(act, patch) and are_rows(shape[1], scale, shift)):
+        return None
     layout = memory_format(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=layout)
     if out is not None and not (out.is_contiguous(memory_format=layout) and _is_apart(out, x) and _is_apart(out, residual)):
-        return torch_norm_act(x, scale, shift, act, patch, residual, out, want_slope)
+        return None
     y = empty(x.shape, x.dtype, layout) if out is None else out
     mean = slope = None
     if patch != (1, 1):
         n, c, h, w = x.shape
         cells = (n, c, *count_cells((h, w), patch))
         mean = empty(cells, x.dtype, layout)
-        if want_slope and act.kind:
+        if act.kind:
             slope = empty(cells, x.dtype if is_smooth(act) else count_dtype(patch), layout)
     scale, shift = as_floats(scale), as_floats(shift)
     run_pass(x, y, act, patch, scale=scale, shift=shift, residual=residual, mean=mean, slope=slope)
     if out is not None and not out.is_inference():
         increment_version(out)
     return Fused(y, mean, slope)
+
+
+def is_known(act: Act, patch: Pair) -> bool:
+    """Tell whether passes know an activation and count the pixels of a patch."""
+    return 0 <= act.kind <= SILU.kind and min(patch) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
+
+
+def are_rows(channels: int, *values: Tensor | None) -> bool:
+    """Tell whether each of the values is one number per channel on a CPU, or not there."""
+    return all([v is None or (v.shape == (channels,) and v.is_cpu) for v in values])  # noqa: C419 (half the time)
 
 
 def _is_apart(out: Tensor, read: Tensor | None) -> bool:
@@ -126,14 +121,11 @@ def as_floats(values: Tensor | None) -> Tensor | None:
     return values.detach().to(torch.float32).contiguous().resolve_neg()
 
 
-def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
-    if not (is_on() and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)):
-        with torch.no_grad():
-            scale = (var.double() + eps).rsqrt()
-            scale = scale if gamma is None else scale * gamma
-            shift = -mean * scale if beta is None else beta - mean * scale
-            return scale.float(), shift.float()
+    rows = gamma, beta, mean, var
+    if mean.dim() != 1 or not (are_rows(len(mean), *rows) and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)):
+        return None
     channels = mean.shape[0]
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     load().gf_fold(  # type: ignore[union-attr]

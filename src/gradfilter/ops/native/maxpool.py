@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run, is_here
-from gradfilter.native.memory import empty
-from gradfilter.native.values import Pair, count_cells, count_dtype
+from gradfilter.geometry.tiling import count_dtype
+from gradfilter.geometry.windows import Taps, Windows
+from gradfilter.ops.constants import find_target
+from gradfilter.ops.native.library import CHANNELS, call, is_here, is_readable
+from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.pooling import COUNTS
 
 _TASK = struct.Struct("6q 2i 6Q 9q")
 """`gf_max_pool` of maxpool.h."""
@@ -19,24 +22,6 @@ _ROUTE = struct.Struct("6q 4Q")
 """`gf_max_route` of maxpool.h."""
 MOST_PLACES = 255
 """Places in reach that a byte can name: those of the winners at patch 1."""
-
-
-class Taps(NamedTuple):
-    """Along one axis, where the windows of a max pooling meet the map.
-
-    Attributes:
-        first: For each output pixel, the first pixel of its window on the map.
-        count: How many taps of the window are on the map.
-        place: The place in reach of each of those taps, ascending [out, kernel]; what follows them is not read.
-        dilation: Pixels from one tap to the next.
-        reach: How many input cells the windows of one output cell can reach.
-    """
-
-    first: np.ndarray
-    count: np.ndarray
-    place: np.ndarray
-    dilation: int
-    reach: int
 
 
 class Pooled(NamedTuple):
@@ -56,22 +41,18 @@ class Pooled(NamedTuple):
 
 def can_max_pool(x: Tensor) -> bool:
     """Tell whether the library runs max pooling of x: a map of float32 in channels_last memory, not of few channels."""
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return last and x.dtype is torch.float32 and x.shape[1] >= CHANNELS and can_run(x)
+    last = is_readable(x) and x.is_contiguous(memory_format=torch.channels_last)
+    return last and x.dtype is torch.float32 and x.shape[1] >= CHANNELS
 
 
-def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
-    """Return the maxima of windows over x with their patch means and winners. Nothing is differentiable.
-
-    Args:
-        x: The map [N, C, H, W]: one that `can_max_pool`.
-        rows: The windows along the rows; each must meet the map.
-        columns: The same along the columns.
-        patch: The output's patch `(h, w)`.
-    """
+def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
+    """Return the maxima of windows over x with their patch means and winners."""
+    if not can_max_pool(x) or x.shape[2:] != windows.in_size or windows.taps is None:
+        return None
     n, c, h, w = x.shape
-    size, places, single = (len(rows.first), len(columns.first)), rows.reach * columns.reach, patch == (1, 1)
-    cells, named = count_cells(size, patch), single and places <= MOST_PLACES
+    (rows, columns), size, patch = windows.taps, windows.size, windows.out_patch
+    places, single = rows.reach * columns.reach, patch == (1, 1)
+    cells, named = windows.out_cells, single and places <= MOST_PLACES
     y = empty((n, c, *size), torch.float32, torch.channels_last)
     mean = None if single else empty((n, c, *cells), torch.float32, torch.channels_last)
     if named:
@@ -91,23 +72,20 @@ def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
     return Pooled(y, mean, winners)
 
 
-def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Tensor | None:
-    """Return the sums over input cells of g times the counts of winners; `None` where the library cannot read them.
-
-    Args:
-        g: The gradient per pixel of each output cell [N, C, H', W'].
-        winners: Those of `max_pool`.
-        target: The input cell of each output cell and place in reach, flat.
-        in_cells: Rows and columns of input cells.
-    """
+def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor | None:
+    """Return the sums over input cells of g times the counts of winners."""
     n, c, h, w = g.shape
-    named = winners.dim() == 4
+    named, target, in_cells = winners.dim() == 4, find_target(windows, g), windows.in_cells
+    places = windows.reach[0] * windows.reach[1]
+    shape = (n, c, h, w) if named else (n, c, h, w, places)
+    if not (is_readable(g) and g.dtype is torch.float32 and (h, w) == windows.out_cells and winners.shape == shape):
+        return None
     order = winners.permute(0, 2, 3, 1) if named else winners.permute(0, 2, 3, 4, 1)
-    if not (g.dtype is torch.float32 and can_run(g) and is_here(winners) and order.is_contiguous()):
+    if not (is_here(winners) and winners.dtype in COUNTS and order.is_contiguous()):
         return None
     g = g.contiguous(memory_format=torch.channels_last)
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
-    size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
+    size = (n, c, h * w, in_cells[0] * in_cells[1], places, 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
     call("max_route", task, g, winners, target, gx, gx)
     return gx.permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The coarse twin of a convolution: the same convolution between patch-constant maps, and its gradients.
+"""The gradients of a convolution's coarse twin in torch: one function per way to compute them.
 
 Coarse tensors are small and their channels many, so products run over channels-last rows [N · cells, C]: a few large
 matrix products, and no copies where maps are channels-last already.
@@ -12,131 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter import native
-from gradfilter.keep import Tucker
-from gradfilter.keep.contract import contract, find_order, find_sizes
-from gradfilter.keep.tucker import times
-from gradfilter.native import AxisTiles
-from gradfilter.patches import Lift, Pair, apply_axes, is_nhwc, to_tensor
-from gradfilter.rules.geometry import Geometry, find_coefficients, find_joint_taps, find_taps
-from gradfilter.tensor import is_traced
+from gradfilter.geometry.axes import Lift
+from gradfilter.geometry.convolution import Geometry
+from gradfilter.geometry.tiling import Pair, is_nhwc
+from gradfilter.ops.constants import find_joint_taps, find_taps
+from gradfilter.ops.pooling import apply_axes
 
 LARGE = 100_000
-"""From so many numbers per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
-FEW = 64 * 64
-"""Up to so many pairs of channels, calls cost more than products."""
-LEAST_CELLS = 4
-"""With fewer cells than that, the library's products would take less time than packing the weight for them."""
+"""From so many elements per image on, gw is faster in products of shifted maps than in torch's convolution_backward."""
 Gradients = tuple[Tensor | None, Tensor | None]
-
-
-def conv_gradients(g: Tensor, kept: Tensor | Tucker | None, w: Tensor, geometry: Geometry, *, need_gx: bool) -> Gradients:
-    """Return gx [N, Ci, H', W'] and gw [Co, Ci/groups, kh, kw] of the coarse twin.
-
-    Equation: with T the tap matrices (design §2, Galerkin projection of the convolution onto patch-constant maps),
-        gx = Σ_uv T_uᵀ (w[u,v]ᵀ G) T_v,        gw[u,v] = Σ G · (T_u x̄ T_vᵀ).
-    Cost: about 1/r² of the exact backward, and half of that by Winograd's F(2×2, 3×3) where the library runs it. Elsewhere as
-    one ordinary convolution with the lifted kernel where every patch is whole, else as matrix products with T.
-    Exact when: gx always is the exact projection; gw when x is constant in each patch, and for 1×1 kernels.
-
-    Args:
-        g: Patch sums of the gradient of the output [N, Co, H', W'].
-        kept: What was kept of the input; `None` where no weight gradient is asked for.
-        w: The weight.
-        geometry: The convolution.
-        need_gx: Whether the gradient of the input is asked for.
-    """
-    if kept is None and not need_gx:  # a bias may train alone
-        return None, None
-    if isinstance(kept, Tucker):
-        gx = conv_gradients(g, None, w, geometry, need_gx=True)[0] if need_gx else None
-        return gx, compressed_gradient(g, kept, w, geometry)
-    if geometry.is_single_tap:
-        return single_tap_gradients(g, kept, w, geometry, need_gx)
-    depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
-    if depthwise and w.dtype is torch.float32 and not is_traced() and native.can_pair(g, kept, *geometry.pairs):
-        return paired_gradients(g, kept, w, geometry, need_gx)
-    if geometry.groups == 1 and geometry.tiles is not None and not is_traced() and prefers_tiles(g, kept, w, geometry.tiles):
-        return native.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
-    if geometry.lifts is not None and not is_traced() and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
-        return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
-    if prefers_products(g, geometry):
-        return product_gradients(g, kept, w, geometry, need_gx)
-    if geometry.is_small and geometry.groups == 1:
-        return dense_gradients(g, kept, w, geometry, need_gx)
-    if geometry.is_small and depthwise:
-        return depthwise_gradients(g, kept, w, geometry, need_gx)
-    return separable_gradients(g, kept, w, geometry, need_gx)
-
-
-def compressed_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
-    """Return gw [Co, Ci/groups, kh, kw] from core and factors of the input, which is not rebuilt.
-
-    Equation: with x̄ = core × U_N × U_C × U_H × U_W,
-        gw[o,c,u,v] = Σ G[n,o,i,j] · U_N[n,a] · U_C[c,b] · (T_u U_H)[i,p] · (T_v U_W)[j,q] · core[a,b,p,q].
-    Cost: that of the cheaper of two ways. All at once, two operands at a time in the best order; or with rows and columns whole
-    again, as the gradient of a convolution of a few images (the rank of the batch) with a few channels (their rank).
-    """
-    operands, result = spell_gradient(g, kept, w, geometry)
-    terms, tensors = tuple(operands), tuple(operands.values())
-    if not geometry.is_single_tap:
-        products, _ = find_order(terms, result, find_sizes(terms, tensors))
-        channels = kept.core.shape[1] if geometry.groups == 1 else w.shape[1]
-        taps = math.prod((*geometry.out_cells, *w.shape[2:]))
-        if kept.factors[2:] == (None, None) or products > len(kept.core) * len(w) * channels * taps:
-            return convolved_gradient(g, kept.expand((2, 3)), w, geometry)
-    gw = contract(terms, tensors, result)
-    gw = gw[..., None, None] if geometry.is_single_tap else gw
-    return gw.reshape(*w.shape[:2], *gw.shape[3:]).expand_as(w)
-
-
-def spell_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> tuple[dict[str, Tensor], str]:
-    """Return gw as one contraction: its operands by the labels of their axes, and the labels of the result.
-
-    Groups are a label of their own, z, so that depthwise kernels take no detour through dense ones. Capitals are ranks.
-    """
-    groups, (factor_n, factor_c, *spatial), core = geometry.groups, kept.factors, kept.core
-    operands, labels = {"nzoij": g.unflatten(1, (groups, -1))}, "n"
-    if factor_n is not None:
-        operands["nN"], labels = factor_n, "N"
-    if factor_c is not None:
-        operands["zcC"], labels = factor_c.unflatten(0, (groups, -1)), labels + "C"
-    else:
-        core, labels = core.unflatten(1, (groups, -1)), labels + "zc"
-    for factor, out, tap, matrix, cells in zip(spatial, "ij", "uv", geometry.stacked, geometry.out_cells, strict=True):
-        rank = out.upper()
-        if not geometry.is_single_tap:
-            taps = to_tensor(matrix, g).unflatten(0, (-1, cells))
-            operands[tap + out + rank] = taps if factor is None else taps @ factor
-        elif factor is not None:
-            operands[out + rank] = factor
-        labels += out if geometry.is_single_tap and factor is None else rank
-    return {**operands, labels: core}, "zoc" if geometry.is_single_tap else "zocuv"
-
-
-def convolved_gradient(g: Tensor, kept: Tucker, w: Tensor, geometry: Geometry) -> Tensor:
-    """Return gw where rows and columns are whole: by way of the images and channels of the core."""
-    factor_n, factor_c, _, _ = kept.factors
-    g = g if factor_n is None else times(g, factor_n, 0)
-    if factor_c is None or geometry.groups > 1:
-        core = kept.expand((1,)).core
-        return conv_gradients(g, core, w, geometry, need_gx=False)[1]  # type: ignore[return-value]
-    few = g.new_empty(()).expand(len(w), kept.core.shape[1], *w.shape[2:])
-    gw = conv_gradients(g, kept.core, few, geometry, need_gx=False)[1]
-    assert gw is not None
-    return times(gw, factor_c.t(), 1)
-
-
-def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
-    """Tell whether the library's Winograd kernel is the cheapest way.
-
-    Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
-    two cells save products: 1.1 to 5 times faster than the others at batch 8 and more, and 0.96 to 2.5 times at batch 1
-    with 512 channels. Where there are no such tiles, on maps of one cell: 0.74 to 1.02 times with 256 channels and more, but
-    1.1 to 5 times with few.
-    """
-    saves = any((axis.tiles["outs"] > 1).any() for axis in tiles)
-    return (saves or w.shape[0] * w.shape[1] <= FEW) and native.can_tile(g, kept, w, *tiles)
 
 
 def prefers_lift(g: Tensor, w: Tensor, geometry: Geometry, lifts: tuple[Lift, Lift], depthwise: bool) -> bool:
@@ -171,16 +55,6 @@ def sum_taps(w: Tensor) -> Tensor:
     return w[:, :, 0, 0] if w.shape[2] == w.shape[3] == 1 else w.sum((2, 3))
 
 
-def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
-    """Tell whether the library's two products are the cheaper ones.
-
-    Measured against torch's on one core and on two, 16 to 1280 channels, 4 to 153,600 cells: 1.05 to 1.4 and 1.0 to 2.8 times
-    faster with AVX-512, 0.98 to 1.5 and 0.98 to 1.7 times with AVX2 beside torch's AVX-512. On one cell, 0.4 to 0.8 times, and
-    as slow for one output channel, of which torch's are products of a matrix and a vector.
-    """
-    return w.shape[0] > 1 and g.numel() >= LEAST_CELLS * g.shape[1] and native.can_single(g, kept, w)
-
-
 def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
     """Return gx and gw where each output cell reads one coarse value per channel: two matrix products.
 
@@ -188,9 +62,7 @@ def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Ge
     gradient: gx = Lᵀ (Σ_uv w[u,v])ᵀ G L, gw[u,v] = Σ G · (L x̄ Lᵀ).
     """
     gx = gw = None
-    if geometry.groups == 1 and not is_traced() and prefers_single(g, kept, w):
-        gx, gw = native.single_gradients(g, kept, w, need_gx=need_gx)
-    elif geometry.groups == 1:
+    if geometry.groups == 1:
         rows = to_rows(g)
         if kept is not None:
             gw = rows.t() @ to_rows(kept)
@@ -204,6 +76,11 @@ def single_tap_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Ge
             gw = grouped_outer(g, kept[:, :, None], geometry.groups)
         if need_gx:
             gx = grouped_product(sum_taps(w)[..., None], g, geometry.groups)[:, :, 0]
+    return finish_single(gx, gw, w, geometry)
+
+
+def finish_single(gx: Tensor | None, gw: Tensor | None, w: Tensor, geometry: Geometry) -> Gradients:
+    """Return gx on the cells of the input and gw for every tap, from those of the values that output cells read."""
     if gx is not None and not geometry.is_aligned:
         over, across = geometry.stacked
         gx = apply_axes(gx, over.T, across.T)
@@ -233,7 +110,7 @@ def prefers_products(g: Tensor, geometry: Geometry) -> bool:
     It is unless a stride leaves fewer cells to work on at the output. Its sums run through memory, so not in half precision.
     """
     (out_h, out_w), (in_h, in_w) = geometry.out_cells, geometry.in_cells
-    return geometry.groups == 1 and in_h * in_w <= out_h * out_w and g.element_size() > 2 and not is_traced()
+    return geometry.groups == 1 and in_h * in_w <= out_h * out_w and g.element_size() > 2
 
 
 def product_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
@@ -285,17 +162,6 @@ def depthwise_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geo
         operator = (w.reshape(channels, taps) @ joint).reshape(channels, out, cells)
         gx = (by_channel @ operator).transpose(0, 1).reshape(n, channels, *geometry.in_cells)
     return gx, gw
-
-
-def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
-    """Return gx and gw with one kernel per channel in one pass over the pairs of cells that meet.
-
-    A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
-    """
-    taps = find_coefficients(geometry, g)
-    q = taps @ w.reshape(len(w), -1).t() if need_gx else None
-    gx, gq = native.pair_gradients(g, kept, q, *geometry.pairs)
-    return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
 
 
 def grouped_outer(g: Tensor, unfolded: Tensor, groups: int) -> Tensor:

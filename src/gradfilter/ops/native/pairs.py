@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run, is_plain
-from gradfilter.native.memory import empty
+from gradfilter.geometry.convolution import AxisPairs
+from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
+from gradfilter.ops.native.memory import empty
 
 _TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
 """`gf_pairs` of pairs.h."""
@@ -19,33 +17,11 @@ _MOST_COEFFICIENTS = 256
 """Those of one channel: with more of them, a unit of work would not stay in the cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class AxisPairs:
-    """Along one axis, which output cells each input cell is read by, and how much.
-
-    Attributes:
-        start: For each input cell, and the end, where its pairs begin [in cells + 1].
-        pairs: Output cell and number of the coefficient of each pair [pairs, 2], ordered by input cell.
-        out: The number of output cells.
-        coefficients: The number of coefficients.
-    """
-
-    start: np.ndarray
-    pairs: np.ndarray
-    out: int
-    coefficients: int
-
-    @cached_property
-    def fields(self) -> tuple[int, ...]:
-        """The fields of `gf_pair_axis`."""
-        return self.start.ctypes.data, self.pairs.ctypes.data, len(self.start) - 1, self.out, self.coefficients
-
-
 def can_pair(g: Tensor, x: Tensor | None, rows: AxisPairs, columns: AxisPairs) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, not of few channels, nor of no or very many taps."""
     few = 0 < rows.coefficients * columns.coefficients <= _MOST_COEFFICIENTS
     plain = is_plain(x, (*g.shape[:2], len(rows.start) - 1, len(columns.start) - 1))
-    return few and plain and g.dtype is torch.float32 and g.shape[1] >= CHANNELS and can_run(g)
+    return few and plain and g.dtype is torch.float32 and g.shape[1] >= CHANNELS and is_readable(g)
 
 
 def pair_gradients(

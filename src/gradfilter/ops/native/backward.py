@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run, is_plain
-from gradfilter.native.memory import empty
+from gradfilter.geometry.convolution import AxisTiles
+from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
+from gradfilter.ops.native.memory import empty
 
 _TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
 """`gf_backward` of backward.h."""
-TILE = np.dtype([*((name, "i4") for name in ("out", "outs", "in", "seen", "positions", "plain")), ("mix", "f4", (4, 4))])
-"""`gf_axis_tile` of backward.h."""
-
-
-@dataclass(frozen=True, eq=False)
-class AxisTiles:
-    """The tiles of one axis: one or two output cells each, and the input cells that these read.
-
-    Attributes:
-        tiles: An array of `TILE`.
-        taps: What becomes of the kernel's three taps [4, 3].
-        cells: The number of input and of output cells.
-    """
-
-    tiles: np.ndarray
-    taps: np.ndarray
-    cells: tuple[int, int]
-
-    @cached_property
-    def fields(self) -> tuple[int | float, ...]:
-        """The fields of `gf_tile_axis`."""
-        return self.tiles.ctypes.data, len(self.tiles), *self.cells, *self.taps.flat
 
 
 def can_tile(g: Tensor, x: Tensor | None, w: Tensor, rows: AxisTiles, columns: AxisTiles) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, whole vectors of channels on both sides."""
     (n, co), ci = g.shape[:2], w.shape[1]
     plain = is_plain(w, (co, ci, 3, 3)) and is_plain(x, (n, ci, rows.cells[0], columns.cells[0]))
-    return co % CHANNELS == ci % CHANNELS == 0 and plain and g.dtype is torch.float32 and can_run(g)
+    return co % CHANNELS == ci % CHANNELS == 0 and plain and g.dtype is torch.float32 and is_readable(g)
 
 
 def tile_gradients(

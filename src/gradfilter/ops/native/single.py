@@ -7,8 +7,8 @@ import struct
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import CHANNELS, call, can_run, is_plain
-from gradfilter.native.memory import empty
+from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
+from gradfilter.ops.native.memory import empty
 
 _TASK = struct.Struct("4q 3Q 2q 2Q")
 """`gf_single` of single.h."""
@@ -18,7 +18,7 @@ def can_single(g: Tensor, x: Tensor | None, w: Tensor) -> bool:
     """Tell whether the library runs these gradients: float32 on a CPU, a whole vector of input channels at least."""
     (n, co, *cells), (ci, *kernel) = g.shape, w.shape[1:]
     plain = is_plain(w, (co, ci, *kernel)) and is_plain(x, (n, ci, *cells))
-    return ci >= CHANNELS and plain and g.dtype is torch.float32 and can_run(g)
+    return ci >= CHANNELS and plain and g.dtype is torch.float32 and is_readable(g)
 
 
 def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -> tuple[Tensor | None, Tensor | None]:

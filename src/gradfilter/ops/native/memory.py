@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradfilter.native.library import is_on, load
+from gradfilter.ops.native.library import is_on, load
 
 LARGE = 1 << 20
 """Bytes from which on a block is worth keeping: smaller ones stay in torch's allocator without a page fault."""

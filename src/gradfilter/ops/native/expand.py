@@ -7,10 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradfilter.native.conv import can_convolve, can_finish, convolve, give_cells, make_cells, pack_task, prefers
-from gradfilter.native.library import call, is_plain
-from gradfilter.native.memory import empty
-from gradfilter.native.values import Cells, Ending, Expanded, Fused, Pair
+from gradfilter.geometry.tiling import Pair
+from gradfilter.ops.native.conv import (
+    are_readable,
+    can_convolve,
+    can_finish,
+    find_fitting,
+    make_cells,
+    pack_task,
+    prefers,
+)
+from gradfilter.ops.native.fused import are_rows, is_known
+from gradfilter.ops.native.library import call, is_plain
+from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.values import Cells, Ending, Expanded, Fused
 
 _PANEL = 32
 """Channels of the smallest unit of work at the widest level."""
@@ -32,6 +42,22 @@ def can_expand(x: Tensor, w: Tensor, taps: Tensor) -> bool:
         and w.shape[1:] == (x.shape[1], *one)
         and is_plain(taps, (len(w), 1, *taps.shape[2:]))
     )
+
+
+def fits_expand(x: Tensor, w: Tensor, taps: Tensor, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> bool:
+    """Tell whether a pointwise weight and a depthwise one fit an input that the library can read, and each other."""
+    one, hidden = (1, 1), (len(x), len(w), *x.shape[2:])
+    return (
+        w.shape[1:] == (x.shape[1], *one)
+        and is_plain(taps, (len(w), 1, *taps.shape[2:]))
+        and find_fitting(x.shape, w.shape, one, (0, 0), one, 1, hidden[2:]) == "dense"
+        and find_fitting(hidden, taps.shape, stride, padding, dilation, len(w), out_size) == "depthwise"
+    )
+
+
+def is_ending(end: Ending, channels: int) -> bool:
+    """Tell whether the library knows what follows a convolution."""
+    return is_known(end.act, end.patch) and are_rows(channels, end.bias, end.scale, end.shift)
 
 
 def prefers_expand(x: Sequence[int], w: Sequence[int]) -> bool:
@@ -61,33 +87,13 @@ def expand(
     out_size: Pair,
     end: Ending,
     cells: Cells | None = None,
-) -> Expanded:
-    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), and what is pooled of both.
-
-    Runs in the library where `can_expand` says so, else in torch. Nothing is differentiable.
-
-    Args:
-        x: The input [N, C, H, W].
-        w: The pointwise weight [D, C, 1, 1].
-        middle: What follows the pointwise convolution.
-        taps: The depthwise weight [D, 1, kh, kw].
-        stride: The depthwise stride `(h, w)`.
-        padding: Zeros before the first row and column of the hidden map; those after the last follow from `out_size`.
-        dilation: The depthwise dilation `(h, w)`.
-        out_size: Size `(h, w)` of the output.
-        end: What follows the depthwise convolution.
-        cells: Where patch means and slopes of the hidden map go, as `make_cells` makes them; `None` for new tensors.
-    """
-    shape, out_shape = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size)
-    one, none = (1, 1), (0, 0)
-    if not (can_expand(x, w, taps) and can_finish(shape, middle.patch, None) and can_finish(out_shape, end.patch, None)):
-        bias, scale, shift, act, patch, want_slope = middle
-        size = (x.shape[2], x.shape[3])
-        hidden = convolve("dense", x, w, bias, one, none, one, size, scale, shift, act, patch, None, want_slope)
-        bias, scale, shift, act, patch, want_slope = end
-        ends = bias, stride, padding, dilation, out_size, scale, shift, act, patch
-        out = convolve("depthwise", hidden.y, taps, *ends, want_slope=want_slope)
-        return Expanded(Cells(*give_cells(hidden, cells)[1:]), out)
+) -> Expanded | None:
+    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), and what is pooled of both."""
+    if not (are_readable(x, w) and fits_expand(x, w, taps, stride, padding, dilation, out_size)):
+        return None
+    shape, out_shape, one, none = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size), (1, 1), (0, 0)
+    if not (can_finish(shape, None) and can_finish(out_shape, None) and is_ending(middle, len(w)) and is_ending(end, len(w))):
+        return None
     cells = make_cells(shape, middle) if cells is None else cells
     out = Fused(empty(out_shape, torch.float32, torch.channels_last), *make_cells(out_shape, end))
     first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)

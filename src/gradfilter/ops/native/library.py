@@ -107,13 +107,17 @@ def is_watched() -> bool:
 
 
 def can_run(x: Tensor) -> bool:
+    """Tell whether the library is on and can read x."""
+    return is_on() and is_readable(x)  # in this order: transforms do not know memory formats
+
+
+def is_readable(x: Tensor) -> bool:
     """Tell whether the library can read x: a plain dense map [N, C, H, W] in main memory, float32 or bfloat16."""
     return (
         type(x) is Tensor
         and x.dim() == 4
         and x.dtype in DTYPES
         and x.is_cpu
-        and is_on()  # before the memory format, which transforms do not know
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
         and x.numel() > 0
         and not x.is_neg()

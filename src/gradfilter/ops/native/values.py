@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-Pair = tuple[int, int]
+from gradfilter.geometry.tiling import Pair
 
 
 class Act(NamedTuple):
@@ -27,6 +27,11 @@ class Act(NamedTuple):
     slope: float = 0.0
 
 
+def act_from(numbers: Sequence[float]) -> Act:
+    """Return the activation with these numbers."""
+    return Act(int(numbers[0]), *numbers[1:])
+
+
 CLAMP, LEAKY = 1, 2
 IDENTITY, HARDSWISH, SILU = Act(0), Act(3), Act(4)
 RELU, RELU6 = Act(CLAMP), Act(CLAMP, 0.0, 6.0)
@@ -39,7 +44,7 @@ class Fused(NamedTuple):
         y: The map.
         mean: Its patch means [N, C, H', W']; `None` at patch 1.
         slope: Of a clamp or leaky activation, how many pixels of each patch are on the steep piece; of a smooth one, the
-            mean of the derivative. `None` at patch 1, for the identity, and where it was not asked for.
+            mean of the derivative. `None` at patch 1 and for the identity.
     """
 
     y: Tensor
@@ -56,7 +61,6 @@ class Ending(NamedTuple):
         shift: One term per channel, or `None` for 0.
         act: The activation.
         patch: The patch `(h, w)`.
-        want_slope: Whether the slope is asked for.
     """
 
     bias: Tensor | None
@@ -64,7 +68,6 @@ class Ending(NamedTuple):
     shift: Tensor | None
     act: Act
     patch: Pair
-    want_slope: bool = True
 
 
 class Cells(NamedTuple):
@@ -93,14 +96,3 @@ class Expanded(NamedTuple):
 def is_smooth(act: Act) -> bool:
     """Tell whether the slope is a mean of derivatives instead of a count."""
     return act.kind > LEAKY
-
-
-def count_dtype(patch: Pair) -> torch.dtype:
-    """Return the smallest integers that count the pixels of a patch."""
-    area = patch[0] * patch[1]
-    return torch.uint8 if area <= 255 else torch.int16 if area <= 32767 else torch.int32
-
-
-def count_cells(size: Pair, patch: Pair) -> Pair:
-    """Return how many patches, partial ones included, cover a map of `size`."""
-    return -(-size[0] // patch[0]), -(-size[1] // patch[1])

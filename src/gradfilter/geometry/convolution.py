@@ -1,20 +1,65 @@
-"""The shape of a convolution between tiled maps, and the constants that the gradients of its coarse twin need."""
+"""The geometry of a convolution between tiled maps, and what the gradients of its coarse twin need of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradfilter import patches
-from gradfilter.native import TILE, AxisPairs, AxisTiles
-from gradfilter.patches import Axis, AxisMatrix, Lift, Matrix, Pair, constant, count_cells
+from gradfilter.geometry import axes as along
+from gradfilter.geometry.axes import Axis, AxisMatrix, Lift
+from gradfilter.geometry.tiling import Matrix, Pair, count_cells
 
 SMALL = 64
 """Up to so many cells, both axes of the tap matrices fit in one matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class AxisPairs:
+    """Along one axis, which output cells each input cell is read by, and how much.
+
+    Attributes:
+        start: For each input cell, and the end, where its pairs begin [in cells + 1].
+        pairs: Output cell and number of the coefficient of each pair [pairs, 2], ordered by input cell.
+        out: The number of output cells.
+        coefficients: The number of coefficients.
+    """
+
+    start: np.ndarray
+    pairs: np.ndarray
+    out: int
+    coefficients: int
+
+    @cached_property
+    def fields(self) -> tuple[int, ...]:
+        """The fields of `gf_pair_axis`."""
+        return self.start.ctypes.data, self.pairs.ctypes.data, len(self.start) - 1, self.out, self.coefficients
+
+
+TILE = np.dtype([*((name, "i4") for name in ("out", "outs", "in", "seen", "positions", "plain")), ("mix", "f4", (4, 4))])
+"""`gf_axis_tile` of backward.h."""
+
+
+@dataclass(frozen=True, eq=False)
+class AxisTiles:
+    """The tiles of one axis: one or two output cells each, and the input cells that these read.
+
+    Attributes:
+        tiles: An array of `TILE`.
+        taps: What becomes of the kernel's three taps [4, 3].
+        cells: The number of input and of output cells.
+    """
+
+    tiles: np.ndarray
+    taps: np.ndarray
+    cells: tuple[int, int]
+
+    @cached_property
+    def fields(self) -> tuple[int | float, ...]:
+        """The fields of `gf_tile_axis`."""
+        return self.tiles.ctypes.data, len(self.tiles), *self.cells, *self.taps.flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +73,11 @@ class Geometry:
     columns: Axis
     groups: int
     lumped: bool
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All attributes, one after the other."""
+        return *(int(n) for axis in (self.rows, self.columns) for n in astuple(axis)), self.groups, int(self.lumped)
 
     @cached_property
     def out_patch(self) -> Pair:
@@ -54,7 +104,7 @@ class Geometry:
     @cached_property
     def taps(self) -> tuple[Matrix, Matrix]:
         """The tap matrices per axis [taps, out cells, in cells]; the lumped kernel has one tap."""
-        make = patches.lumped_matrix if self.lumped else patches.tap_matrices
+        make = along.lumped_matrix if self.lumped else along.tap_matrices
         return make(self.rows), make(self.columns)
 
     @cached_property
@@ -70,7 +120,7 @@ class Geometry:
     @cached_property
     def lifts(self) -> tuple[Lift, Lift] | None:
         """The coarse twin as an ordinary convolution, where partial patches do not forbid it."""
-        rows, columns = patches.lift_axis(self.rows), patches.lift_axis(self.columns)
+        rows, columns = along.lift_axis(self.rows), along.lift_axis(self.columns)
         return None if rows is None or columns is None else (rows, columns)
 
     @cached_property
@@ -117,6 +167,13 @@ class Geometry:
 make_geometry = lru_cache(maxsize=4096)(Geometry)
 
 
+def geometry_from(numbers: Sequence[int]) -> Geometry:
+    """Return the geometry with these `numbers`."""
+    *axes, groups, lumped = numbers
+    rows, columns = (Axis(*n[:-1], transposed=bool(n[-1])) for n in (axes[:9], axes[9:]))
+    return make_geometry(rows, columns, groups, bool(lumped))
+
+
 def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
     """Return the pairs of cells that meet in some tap of T [taps, out cells, in cells], and their distinct columns of T."""
     in_cell, out_cell = np.nonzero(taps.any(0).T)
@@ -139,10 +196,10 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
     Every row of the tap matrices is the lifted kernel A on a mixture E of input cells, T_u[I, J] = Σ_δ A[δ, u] E[δ, J]: the
     cells themselves where patches are whole. What `cut_tiles` makes of the mixtures is then found on four cells at a time.
     """
-    lifted = patches.lift_patch(axis)
+    lifted = along.lift_patch(axis)
     if lifted is None or lifted[0].shape != (3, 3) or lifted[2] != 1 or abs(np.linalg.det(lifted[0])) < 1e-6:
         return None
-    taps = patches.tap_matrices(axis)
+    taps = along.tap_matrices(axis)
     out_cells, in_cells = taps.shape[1:]
     mixed = np.linalg.solve(lifted[0].T, taps.reshape(3, -1)).reshape(taps.shape).transpose(1, 0, 2).round(12)
     tiles, seen = [], 0
@@ -152,7 +209,7 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
         if first > seen or read.max(initial=first) >= first + 4 or np.abs(mix).max() > MOST_MIXED:
             return None  # cells that nobody reads, or far ones
         window = np.pad(mix, ((0, 0), (0, 4)))[:, first : first + 4]
-        tiles.append((out, outs, first, seen, positions, first + 4 <= in_cells and patches.is_identity(window), window))
+        tiles.append((out, outs, first, seen, positions, first + 4 <= in_cells and along.is_identity(window), window))
         seen = max(seen, min(first + 4, in_cells))
     return AxisTiles(np.array(tiles, TILE), TRANSFORM @ lifted[0], (in_cells, out_cells)) if seen == in_cells else None
 
@@ -180,25 +237,3 @@ def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
         out += outs
     few = max((positions for _, _, positions, _ in tiles if positions < 4), default=4)  # the library asks for one number
     return [(out, outs, few if positions < 4 else 4, mix) for out, outs, positions, mix in tiles]
-
-
-@constant
-def find_coefficients(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what pairs of cells take of the kernel [coefficients, taps]."""
-    return torch.tensor(geometry.coefficients, dtype=dtype, device=device)
-
-
-@constant
-def find_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the tap matrices per axis, transposed [in cells, out cells]; `None` for an identity."""
-    rows, columns = (
-        [None if patches.is_identity(tap) else torch.tensor(tap.T, dtype=dtype, device=device) for tap in taps]
-        for taps in geometry.taps
-    )
-    return rows, columns
-
-
-@constant
-def find_joint_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return both axes of the tap matrices in one [out cells, taps, in cells]."""
-    return torch.tensor(geometry.joint_taps, dtype=dtype, device=device)

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter.native.fused import as_floats
-from gradfilter.native.library import CHANNELS, call, can_run, is_plain
-from gradfilter.native.memory import empty
-from gradfilter.native.reference import torch_norm_act
-from gradfilter.native.values import NO_CELLS, Act, Cells, Ending, Fused, Pair, count_dtype, is_smooth
+from gradfilter.geometry.tiling import Pair, count_dtype
+from gradfilter.ops.native.fused import are_rows, as_floats, is_known
+from gradfilter.ops.native.library import CHANNELS, call, can_run, is_plain, is_readable
+from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.values import IDENTITY, NO_CELLS, Act, Cells, Ending, Fused, is_smooth
 
 _HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
 """How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
-_MOST_PIXELS = 1 << 24
-"""Pixels of a patch that single precision counts."""
 _MANY_INPUTS = 768
 """Input channels from which on torch is faster at kernels of one pixel."""
 _MANY_IN_STRIPS = 65
@@ -48,10 +45,14 @@ def can_convolve(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pa
 
 
 def can_read(x: Tensor, w: Tensor) -> bool:
+    """Tell whether the library is on and can read an input and a weight."""
+    return can_run(x) and are_readable(x, w)
+
+
+def are_readable(x: Tensor, w: Tensor) -> bool:
     """Tell whether the library can read an input and a weight."""
-    return (
-        can_run(x) and x.dtype is torch.float32 and x.is_contiguous(memory_format=torch.channels_last) and is_plain(w, w.shape)
-    )
+    last = torch.channels_last
+    return is_readable(x) and x.dtype is torch.float32 and x.is_contiguous(memory_format=last) and is_plain(w, w.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +89,46 @@ def prefers(kernel: str, w: Sequence[int], stride: Pair, out_size: Pair) -> bool
     return kernel == "depthwise" or w[1] < (_MANY_INPUTS if alone else _MANY_IN_STRIPS)
 
 
+@lru_cache(maxsize=4096)
+def find_fitting(
+    x: tuple[int, ...], w: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int, out_size: Pair
+) -> str | None:
+    """Return the kernel for an input and a weight of these shapes and an output of this size, `None` where they do not fit."""
+    if len(w) != 4 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
+        return None
+    if min(padding) < 0 or min(*stride, *dilation, *out_size) < 1:
+        return None
+    ends = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True))
+    h, width = (max(p, end - p - n) for end, p, n in zip(ends, padding, x[2:], strict=True))
+    return find_kernel(w, x[1], stride, (h, width), dilation, groups)
+
+
 def convolve(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    out_size: Pair,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    act: Act = IDENTITY,
+    patch: Pair = (1, 1),
+    residual: Tensor | None = None,
+    cells: Cells | None = None,
+) -> Fused | None:
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes."""
+    if groups < 1 or not are_readable(x, w):
+        return None
+    kernel = find_fitting(x.shape, w.shape, stride, padding, dilation, groups, out_size)
+    if kernel is None:
+        return None
+    return run_kernel(kernel, x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, cells)
+
+
+def run_kernel(
     kernel: str,
     x: Tensor,
     w: Tensor,
@@ -97,46 +137,19 @@ def convolve(
     padding: Pair,
     dilation: Pair,
     out_size: Pair,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    act: Act,
-    patch: Pair,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    act: Act = IDENTITY,
+    patch: Pair = (1, 1),
     residual: Tensor | None = None,
-    want_slope: bool = True,
     cells: Cells | None = None,
-) -> Fused:
-    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes.
-
-    Runs in the library where `can_convolve` says so, else in torch. Nothing is differentiable.
-
-    Args:
-        kernel: What `can_convolve` says: "depthwise" for one filter per channel, the others for a kernel without groups.
-        x: The input [N, C, H, W].
-        w: The weight, as torch has it.
-        bias: The convolution's own bias, or `None`.
-        stride: The stride `(h, w)`.
-        padding: Zeros before the first row and column; those after the last follow from `out_size`.
-        dilation: The dilation `(h, w)`.
-        out_size: Size `(h, w)` of the output.
-        scale: One factor per channel, or `None` for 1.
-        shift: One term per channel, or `None` for 0.
-        act: The activation.
-        patch: The patch `(h, w)`.
-        residual: A map of the output's shape to add before the activation.
-        want_slope: Whether the slope is asked for.
-        cells: Where patch means and slopes go, as `make_cells` makes them; `None` for new tensors.
-    """
+) -> Fused | None:
+    """Return what `convolve` returns, by one of the library's kernels, for an input and a weight that it can read."""
     shape = (x.shape[0], w.shape[0], *out_size)
-    if not (can_read(x, w) and can_finish(shape, patch, residual)):
-        groups = len(w) if kernel == "depthwise" else 1
-        h, width = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True))
-        after = max(h - padding[0] - x.shape[2], 0), max(width - padding[1] - x.shape[3], 0)
-        with torch.no_grad():
-            padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))[:, :, :h, :width]
-            y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
-        return give_cells(torch_norm_act(y, scale, shift, act, patch, residual, None, want_slope), cells)
+    if not (can_finish(shape, residual) and is_known(act, patch) and are_rows(shape[1], bias, scale, shift)):
+        return None
     y = empty(shape, torch.float32, torch.channels_last)
-    end = Ending(bias, scale, shift, act, patch, want_slope)
+    end = Ending(bias, scale, shift, act, patch)
     cells = make_cells(shape, end) if cells is None else cells
     where = stride, dilation, padding
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
@@ -144,11 +157,10 @@ def convolve(
     return Fused(y, *cells)
 
 
-def can_finish(shape: tuple[int, ...], patch: Pair, residual: Tensor | None) -> bool:
-    """Tell whether the library can finish an output of this shape."""
-    plain = is_plain(residual, shape)
+def can_finish(shape: tuple[int, ...], residual: Tensor | None) -> bool:
+    """Tell whether the library can finish an output of this shape with a residual."""
     ordered = residual is None or residual.is_contiguous(memory_format=torch.channels_last)
-    return plain and ordered and min(shape) > 0 and patch[0] * patch[1] <= _MOST_PIXELS
+    return is_plain(residual, shape) and ordered and min(shape) > 0
 
 
 def make_cells(shape: Sequence[int], end: Ending) -> Cells:
@@ -158,23 +170,10 @@ def make_cells(shape: Sequence[int], end: Ending) -> Cells:
         return NO_CELLS
     cells = (shape[0], shape[1], -(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
     mean = empty(cells, torch.float32, torch.channels_last)
-    if not (end.want_slope and end.act.kind):
+    if not end.act.kind:
         return Cells(mean, None)
     dtype = torch.float32 if is_smooth(end.act) else count_dtype(patch)
     return Cells(mean, empty(cells, dtype, torch.channels_last))
-
-
-def give_cells(fused: Fused, cells: Cells | None) -> Fused:
-    """Return a result whose patch means and slopes are written to tensors that were given for them.
-
-    As the library writes them: autograd, which may have saved these tensors, does not know of it.
-    """
-    if cells is None:
-        return fused
-    for given, new in zip(cells, fused[1:], strict=True):
-        if given is not None and new is not None:
-            given.data.copy_(new)
-    return Fused(fused.y, *cells)
 
 
 def pack_task(
@@ -207,7 +206,7 @@ def pack_task(
         dilation: The dilation `(h, w)`.
         padding: Zeros before the first row and column.
     """
-    bias, scale, shift, act, patch, _ = end
+    bias, scale, shift, act, patch = end
     mean, slope = cells
     if bias is not None:
         with torch.no_grad():

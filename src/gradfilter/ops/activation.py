@@ -1,0 +1,227 @@
+"""Activations with the norm and residual in front of them, their patch means, and their slopes per patch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, count_dtype
+from gradfilter.ops.check import Check
+from gradfilter.ops.constants import make_areas
+from gradfilter.ops.native import fused, pooling
+from gradfilter.ops.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU, Act, Fused, is_smooth
+from gradfilter.ops.operator import operator
+from gradfilter.ops.pooling import check_pixels, pool_map, pool_sum
+
+KINDS = (IDENTITY.kind, CLAMP, LEAKY, HARDSWISH.kind, SILU.kind)
+
+
+def check_act(check: Check, name: str, act: Act) -> None:
+    """Check that an activation is one that passes know."""
+    if act.kind not in KINDS:
+        check.refuse(f"{name}.kind", f"= {act.kind}", f"The kinds are {', '.join(map(str, KINDS))}.")
+
+
+def check_norm_act(
+    check: Check,
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Check the arguments of `norm_act`."""
+    _, channels, _, _ = check.map("x", x)
+    check.row("scale", scale, channels, x)
+    check.row("shift", shift, channels, x)
+    check_act(check, "act", act)
+    check.pair("patch", patch)
+    check.shape("residual", residual, x.shape, x)
+    check.shape("out", out, x.shape, x)
+
+
+@operator(kernel=fused.norm_act, check=check_norm_act, eager=("out",))
+def norm_act(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    patch: Pair,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Fused:
+    """Return y = act(x · scale + shift + residual) with its patch means and its slopes per patch.
+
+    Equation: z = x·scale + shift + residual, y = act(z), ȳ_I = (1/|I|) Σ_{i ∈ I} y_i; of a clamp or a leaky activation the
+    count of pixels of I on the steep piece, of a smooth one (1/|I|) Σ_{i ∈ I} act′(z_i).
+    Cost: one pass over x; four operations per pixel and those of the activation.
+    Exact when: always. Half precision is computed in single precision and rounded once.
+
+    Nothing is differentiable: a rule says what the gradient is.
+
+    Args:
+        x: The map [N, C, H, W].
+        scale: One factor per channel [C], or `None` for 1.
+        shift: One term per channel [C], or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        residual: A map of x's shape and dtype to add before the activation.
+        out: Where y goes; may be x.
+    """
+    with torch.no_grad():
+        z = x.float() if x.element_size() == 2 else x
+        if scale is not None:
+            z = z * scale.to(z.dtype)[:, None, None]
+        if shift is not None:
+            z = z + shift.to(z.dtype)[:, None, None]
+        if residual is not None:
+            z = z + residual
+        y = activate(z, act).to(x.dtype)
+        slope = pool_slope(z, y, act, patch) if act != IDENTITY and patch != (1, 1) else None
+        if out is not None:  # which may be z
+            y = out.copy_(y)
+        elif y is x:
+            y = x.clone()
+        return Fused(y, None if patch == (1, 1) else pool_map(y, patch, sums=False), slope)
+
+
+def activate(z: Tensor, act: Act) -> Tensor:
+    """Return act(z)."""
+    if act.kind == CLAMP:
+        return F.relu(z) if act.hi == math.inf and act.lo == 0 else torch.clamp(z, act.lo, act.hi)
+    if act.kind == LEAKY:
+        return F.leaky_relu(z, act.slope)
+    if act == IDENTITY:
+        return z
+    return F.hardswish(z) if act == HARDSWISH else F.silu(z)
+
+
+def pool_slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
+    """Return the count of steep pixels per patch, or the mean of the derivative of a smooth activation."""
+    if is_smooth(act):
+        backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
+        slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
+        return pool_map(slope, patch, sums=False).to(y.dtype)
+    flat = y <= (0 if act.kind == LEAKY else act.lo)
+    if act.kind == CLAMP and act.hi < math.inf:
+        flat |= y >= act.hi
+    # Half precision counts to 256 or 2048 only.
+    return pool_map(flat.logical_not_().float(), patch, sums=True).to(count_dtype(patch))
+
+
+def check_count(check: Check, y: Tensor, bounds: tuple[float, float], patch: Pair, layout: Layout = MAP) -> None:
+    """Check the arguments of `count_steep`."""
+    check_pixels(check, y, patch, layout)
+    if not bounds[0] <= bounds[1]:
+        check.refuse("bounds", f"= {bounds}", "Give the lower bound first.")
+
+
+@operator(check=check_count)
+def count_steep(y: Tensor, bounds: tuple[float, float], patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return how many pixels of each patch lie strictly between two bounds: on the steep piece of a step activation.
+
+    Equation: c_I = #{ i ∈ I : lo < y_i < hi }, in the smallest integers that hold |I|; at patch 1 a bit per pixel, eight to a
+    byte, [⌈numel/8⌉] in the logical order of y.
+    Cost: two passes over y.
+    Exact when: always.
+
+    Args:
+        y: The result of the activation, a map or a tensor in another layout.
+        bounds: The bounds `(lo, hi)`.
+        patch: The patch `(h, w)`.
+        layout: Which axes are rows and columns.
+    """
+    return count_set(find_steep(y, *bounds), patch, layout)
+
+
+def find_steep(y: Tensor, start: float, end: float) -> Tensor:
+    """Return 1 where y lies strictly between two bounds and 0 elsewhere, in one pass."""
+    one = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+    if end == math.inf:
+        return torch.ops.aten.threshold_backward(one, y, start)
+    return torch.ops.aten.hardtanh_backward(one, y, start, end)
+
+
+def count_set(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return how many pixels of each patch are set, as `count_steep` does, of a tensor of 1 and 0 in floating point."""
+    if patch == (1, 1):
+        return pack_bits(steep)
+    # Half precision counts to 256 or 2048 only.
+    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch, layout).to(count_dtype(patch))
+
+
+def find_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
+    """Return which share of the pixels of each patch is set, for the counts of `count_steep`."""
+    if patch == (1, 1):
+        return unpack_bits(count, g.shape).to(g.dtype)
+    return count.to(g.dtype) / make_areas(size, patch, g, layout)
+
+
+GATHER, SPREAD, PLACES = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
+"""Factors and a mask for eight bytes as one number. Times GATHER, byte i, 0 or 1, is bit i of the highest byte: no other term
+of the product reaches it, and none carries into it. Times SPREAD, a byte is in all eight; PLACES has bit i of byte i."""
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
+    flat = F.pad(mask.reshape(-1).ne(0), (0, -mask.numel() % 8))
+    return flat.view(torch.int64).mul(GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
+    """Return the boolean mask of `pack_bits`."""
+    spread = packed.to(torch.int64).mul_(SPREAD).bitwise_and_(PLACES)
+    return spread.view(torch.uint8).ne(0)[: math.prod(shape)].reshape(shape)
+
+
+def check_scale(
+    check: Check, g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout = MAP
+) -> None:
+    """Check the arguments of `scale_by_counts`."""
+    check.tensor("g", g)
+    check.device("count", count, g)
+    check.pair("patch", patch)
+    check.pair("size", size)
+    if count.is_floating_point() or count.is_complex():
+        check.refuse("count", f"of dtype {count.dtype}", "Give the integers of count_steep.")
+    cells = count_cells(size, patch)
+    if max(layout.axes) >= g.dim() or list(g.shape) != layout.resize(g.shape, cells):
+        check.refuse("g", f"of shape {list(g.shape)}", f"A map of {size} has {cells} patches of {patch}.")
+    wanted = [-(-g.numel() // 8)] if patch == (1, 1) else list(g.shape)
+    if list(count.shape) != wanted:
+        check.refuse("count", f"of shape {list(count.shape)}", f"Give counts of shape {wanted}, as count_steep does.")
+
+
+def scale_again(
+    g: Tensor, shape: torch.Size, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout
+) -> Tensor:
+    """Return the gradient of a gradient that was multiplied with slopes."""
+    return scale_by_counts(g, count, slopes, size, patch, layout)
+
+
+@operator(kernel=pooling.scale_by_counts, check=check_scale, adjoint=scale_again)
+def scale_by_counts(
+    g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout = MAP
+) -> Tensor:
+    """Return the gradient in front of a step activation: g times its mean slope over each patch.
+
+    Equation: Gx_I = G_I · (low + (high − low) · c_I/|I|).
+    Cost: one pass over g; three operations per cell.
+    Exact when: always, for a gradient that is constant in each patch.
+
+    Args:
+        g: The patch sums of the gradient [N, C, H', W'], or in another layout.
+        count: The counts of `count_steep`.
+        slopes: The slopes `(low, high)`, off and on the steep piece.
+        size: The size `(h, w)` of the map.
+        patch: The patch `(h, w)`.
+        layout: Which axes are rows and columns.
+    """
+    low, high = slopes
+    share = find_share(count, size, patch, g, layout)
+    return g * (share if slopes == (0, 1) else low + (high - low) * share)

@@ -1,0 +1,217 @@
+"""Convolutions together with what follows them: norm, residual, activation, patch means and slopes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfilter.geometry.tiling import Pair
+from gradfilter.ops.activation import check_act, norm_act
+from gradfilter.ops.check import Check
+from gradfilter.ops.native import conv, fused
+from gradfilter.ops.native import expand as expansion
+from gradfilter.ops.native.values import IDENTITY, Act, Cells, Ending, Expanded, Fused
+from gradfilter.ops.operator import operator
+
+
+def check_places(check: Check, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> None:
+    """Check where a convolution reads. Zeros behind the end of the map are as many as its output takes."""
+    for name, pair, least in (
+        ("stride", stride, 1),
+        ("padding", padding, 0),
+        ("dilation", dilation, 1),
+        ("out_size", out_size, 1),
+    ):
+        check.pair(name, pair, least)
+
+
+def check_convolve(
+    check: Check,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    out_size: Pair,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    act: Act = IDENTITY,
+    patch: Pair = (1, 1),
+    residual: Tensor | None = None,
+    cells: Cells | None = None,
+) -> None:
+    """Check the arguments of `convolve`."""
+    n, channels, _, _ = check.map("x", x)
+    outputs, inputs, _, _ = check.map("w", w, x)
+    if groups < 1 or outputs % groups or inputs * groups != channels:
+        wanted = f"x has {channels} channels, w takes {inputs} in each of {groups} groups and gives {outputs}."
+        check.refuse("groups", f"= {groups}", wanted)
+    check_places(check, stride, padding, dilation, out_size)
+    for name, row in (("bias", bias), ("scale", scale), ("shift", shift)):
+        check.row(name, row, outputs, x)
+    check_act(check, "act", act)
+    check.pair("patch", patch)
+    check.shape("residual", residual, (n, outputs, *out_size), x)
+
+
+@operator(kernel=conv.convolve, check=check_convolve, eager=("cells",))
+def convolve(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    out_size: Pair,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    act: Act = IDENTITY,
+    patch: Pair = (1, 1),
+    residual: Tensor | None = None,
+    cells: Cells | None = None,
+) -> Fused:
+    """Return act(conv(x) · scale + shift + residual) with its patch means and slopes.
+
+    Equation: y = act((w ∗ x + b)·scale + shift + residual); means and slopes as in `norm_act`.
+    Cost: the convolution's 2·Ci/groups·kh·kw operations per output pixel; what follows is done in the cache.
+    Exact when: always.
+
+    Nothing is differentiable: a rule says what the gradient is.
+
+    Args:
+        x: The input [N, Ci, H, W].
+        w: The weight [Co, Ci/groups, kh, kw].
+        bias: The convolution's own bias [Co], or `None`.
+        stride: The stride `(h, w)`.
+        padding: Zeros before the first row and column; those after the last follow from `out_size`.
+        dilation: The dilation `(h, w)`.
+        groups: The groups.
+        out_size: Size `(h, w)` of the output.
+        scale: One factor per channel [Co], or `None` for 1.
+        shift: One term per channel [Co], or `None` for 0.
+        act: The activation.
+        patch: The patch `(h, w)`.
+        residual: A map of the output's shape to add before the activation.
+        cells: Where patch means and slopes go, as `make_cells` makes them; `None` for new tensors.
+    """
+    h, width = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w.shape[2:], dilation, strict=True))
+    after = max(h - padding[0] - x.shape[2], 0), max(width - padding[1] - x.shape[3], 0)
+    with torch.no_grad():
+        padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))[:, :, :h, :width]
+        y = F.conv2d(padded, w, bias, stride, 0, dilation, groups)
+        return give_cells(norm_act.reference(y, scale, shift, act, patch, residual), cells)
+
+
+def give_cells(found: Fused, cells: Cells | None) -> Fused:
+    """Return a result whose patch means and slopes are written to tensors that were given for them.
+
+    As the library writes them: autograd, which may have saved these tensors, does not know of it.
+    """
+    if cells is None:
+        return found
+    for given, new in zip(cells, found[1:], strict=True):
+        if given is not None and new is not None:
+            given.data.copy_(new)
+    return Fused(found.y, *cells)
+
+
+def check_expand(
+    check: Check,
+    x: Tensor,
+    w: Tensor,
+    middle: Ending,
+    taps: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    end: Ending,
+    cells: Cells | None = None,
+) -> None:
+    """Check the arguments of `expand`."""
+    channels = check.map("x", x)[1]
+    hidden = check.map("w", w, x)[0]
+    check.shape("w", w, (hidden, channels, 1, 1))
+    kernel = check.map("taps", taps, x)[2:]
+    check.shape("taps", taps, (hidden, 1, *kernel))
+    check_places(check, stride, padding, dilation, out_size)
+    for name, ending in (("middle", middle), ("end", end)):
+        for field in ("bias", "scale", "shift"):
+            check.row(f"{name}.{field}", getattr(ending, field), hidden, x)
+        check_act(check, f"{name}.act", ending.act)
+        check.pair(f"{name}.patch", ending.patch)
+
+
+@operator(kernel=expansion.expand, check=check_expand, eager=("cells",))
+def expand(
+    x: Tensor,
+    w: Tensor,
+    middle: Ending,
+    taps: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out_size: Pair,
+    end: Ending,
+    cells: Cells | None = None,
+) -> Expanded:
+    """Return a depthwise convolution of a pointwise one, each with what follows it, without the map between them.
+
+    Equation: hidden = act(w ∗ x · scale + shift), y = act(taps ∗ hidden · scale + shift), each with its own ending; patch means
+    and slopes of both.
+    Cost: that of both convolutions; the hidden map, the largest of a mobile network, is never in memory as a whole.
+    Exact when: always.
+
+    Nothing is differentiable: a rule says what the gradient is.
+
+    Args:
+        x: The input [N, C, H, W].
+        w: The pointwise weight [D, C, 1, 1].
+        middle: What follows the pointwise convolution.
+        taps: The depthwise weight [D, 1, kh, kw].
+        stride: The depthwise stride `(h, w)`.
+        padding: Zeros before the first row and column of the hidden map; those after the last follow from `out_size`.
+        dilation: The depthwise dilation `(h, w)`.
+        out_size: Size `(h, w)` of the output.
+        end: What follows the depthwise convolution.
+        cells: Where patch means and slopes of the hidden map go, as `make_cells` makes them; `None` for new tensors.
+    """
+    one, size = (1, 1), (x.shape[2], x.shape[3])
+    hidden = convolve(x, w, middle.bias, one, (0, 0), one, 1, size, *middle[1:])
+    out = convolve(hidden.y, taps, end.bias, stride, padding, dilation, len(w), out_size, *end[1:])
+    return Expanded(Cells(*give_cells(hidden, cells)[1:]), out)
+
+
+def check_fold(check: Check, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> None:
+    """Check the arguments of `fold_norm`."""
+    check.tensor("mean", mean)
+    if mean.dim() != 1:
+        check.refuse("mean", f"of shape {list(mean.shape)}", "Give one number per channel.")
+    for name, row in (("gamma", gamma), ("beta", beta), ("var", var)):
+        check.row(name, row, len(mean), mean)
+
+
+@operator(kernel=fused.fold, check=check_fold)
+def fold_norm(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return a batch norm with fixed statistics as a scale and a shift per channel, in single precision.
+
+    Equation: scale = γ/√(var + eps), shift = β − mean·scale.
+    Cost: a few operations per channel, in double precision.
+    Exact when: always.
+
+    Args:
+        gamma: Its factors [C], or `None` for 1.
+        beta: Its terms [C], or `None` for 0.
+        mean: Its running means [C].
+        var: Its running variances [C].
+        eps: What is added to them.
+    """
+    with torch.no_grad():
+        scale = (var.double() + eps).rsqrt()
+        scale = scale if gamma is None else scale * gamma
+        shift = -mean * scale if beta is None else beta - mean * scale
+        return scale.float(), shift.float()

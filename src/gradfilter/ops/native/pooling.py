@@ -1,0 +1,76 @@
+"""Patch means and sums of a map, cells over their patches, and gradients of activations from counts per patch."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
+from gradfilter.ops.native.fused import memory_format, run_pass
+from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable
+from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.values import IDENTITY
+
+_TASK = struct.Struct("6q 2i 2Q")
+"""`gf_unpool` of kernels.h."""
+COUNTS = (torch.uint8, torch.int16, torch.int32)
+"""The integers that count pixels."""
+_SLOPE = struct.Struct("6q 2i 3Q 2f q")
+"""`gf_slope` of kernels.h."""
+
+
+def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
+    """Return the mean of a map x [N, C, H, W] over the real pixels of each patch."""
+    return x if patch == (1, 1) else _pool(x, patch, layout, sums=False)
+
+
+def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
+    """Return the sum of a map x [N, C, H, W] over the real pixels of each patch."""
+    return x if patch == (1, 1) else _pool(x, patch, layout, sums=True)
+
+
+def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | None:
+    if not (is_map(x, layout) and is_readable(x) and min(patch) > 0):
+        return None
+    n, c, h, w = x.shape
+    cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
+    run_pass(x, None, IDENTITY, patch, mean=cells, sums=sums)
+    return cells
+
+
+def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor | None:
+    """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
+    if patch == (1, 1):
+        return x_bar
+    if not (is_map(x_bar, layout) and is_readable(x_bar) and min(patch) > 0 and x_bar.shape[2:] == count_cells(size, patch)):
+        return None
+    n, c = x_bar.shape[:2]
+    y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
+    kind = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
+    task = _TASK.pack(n, c, *size, *patch, *kind, x_bar.data_ptr(), y.data_ptr())
+    call("unpool", task, x_bar, y)
+    return y
+
+
+def can_scale(g: Tensor, count: Tensor) -> bool:
+    """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
+    plain = is_readable(g) and g.dtype is torch.float32 and count.dtype in COUNTS and is_plain(count, g.shape, count.dtype)
+    return plain and count.is_contiguous(memory_format=memory_format(g))
+
+
+def scale_by_counts(
+    g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout = MAP
+) -> Tensor | None:
+    """Return g · (low + (high − low) · count / |I|)."""
+    if patch == (1, 1) or not is_map(g, layout) or not can_scale(g, count):
+        return None
+    if min(patch) < 1 or g.shape[2:] != count_cells(size, patch):
+        return None
+    gx = torch.empty_like(g)
+    kind = (not g.is_contiguous(), DTYPES[g.dtype])
+    pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
+    task = _SLOPE.pack(*g.shape[:2], *size, *patch, *kind, *pointers, *slopes, count.element_size())
+    call("slope", task, g, count, gx)
+    return gx
