@@ -5,10 +5,10 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from gradfilter.ops import native
+from gradfilter import ops
 
-STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
-ACTS = (*STEPS, native.HARDSWISH, native.SILU)
+STEPS = (ops.IDENTITY, ops.RELU, ops.RELU6, ops.Act(ops.CLAMP, -1.5, 2.0), ops.Act(ops.LEAKY, slope=0.25))
+ACTS = (*STEPS, ops.HARDSWISH, ops.SILU)
 
 batches = st.integers(1, 3)
 channels = st.integers(16, 53) | st.sampled_from([16, 24, 32, 96])

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import gradfilter as gf
 from cases import MODELS, draw
 from gradfilter.ops import native
-from gradfilter.ops.native import affine
+from gradfilter.ops.norm import scale_norm_gradient
 from segment_nets import CLASSES, make_segmenter, segment_loss
 
 CONSTRUCTORS = ("tensor", "as_tensor", "asarray", "from_numpy")
@@ -72,8 +72,8 @@ def test_what_waits_is_seen(monkeypatch):
 @pytest.fixture
 def as_elsewhere(monkeypatch):
     """Let the factors of batch norms not be read, which is done on a CPU alone."""
-    real = affine.torch_norm_back
-    monkeypatch.setattr(affine, "torch_norm_back", lambda g, norm, scales: real(g, norm, False))
+    real = scale_norm_gradient.reference
+    monkeypatch.setattr(scale_norm_gradient, "reference", lambda g, norm, scales: real(g, norm, False))
 
 
 def check_classifier(model: nn.Module, plan: gf.Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, count_saved, draw_images, in_order, make_parts, run_both, run_step
 from deferred_uses import EXPANDED, USES, make_use
+from gradfilter import ops
 from gradfilter.bench.setup import shake_
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import InputError
@@ -58,8 +59,8 @@ def test_other_choices_behind_expansions(choice):
 
 def test_expansions_and_taps_run_as_one(monkeypatch):
     """Without this, the tests above could pass for want of anything to test."""
-    calls, run = [], native.expand
-    monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
+    calls, run = [], ops.expand
+    monkeypatch.setattr(ops, "expand", lambda *args: calls.append(args) or run(*args))
     for count, name in enumerate(("mobile", "pad_before_taps"), 1):
         model = gf.apply_(make_parts(make_use(EXPANDED[name])), make_plan())
         run_step(model, draw_images(2, 3, 9, 10))
@@ -152,14 +153,14 @@ KEEPS = {
 
 @pytest.mark.parametrize("keeper", KEEPS)
 def test_takes_the_place_of_what_nobody_sees(keeper, monkeypatch):
-    places, run = [], native.norm_act
+    places, run = [], ops.norm_act
 
-    def norm_act(x, scale, shift, act, patch, residual=None, out=None, want_slope=True):
+    def norm_act(x, scale, shift, act, patch, residual=None, out=None):
         places.append(out is x)
-        return run(x, scale, shift, act, patch, residual, out, want_slope)
+        return run(x, scale, shift, act, patch, residual, out)
 
     model = gf.apply_(make_parts(make_use(KEEPS[keeper])), make_plan())
-    monkeypatch.setattr(native, "norm_act", norm_act)
+    monkeypatch.setattr(ops, "norm_act", norm_act)
     model(draw_images(2, 3, 9, 10))
     assert any(places) == (keeper == "nobody")
 

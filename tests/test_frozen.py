@@ -13,6 +13,7 @@ import gradfilter as gf
 from cases import make_torchvision
 from deferred_nets import assert_same, draw_images, in_order, make_parts, run_both, run_step
 from deferred_uses import EXPANDED, FROZEN_USES, USES, make_use
+from gradfilter import ops
 from gradfilter.bench.setup import shake_
 from gradfilter.frozen import FrozenTensor
 from gradfilter.ops import native
@@ -38,7 +39,7 @@ def test_uses_of_expansions(name):
 
 
 def test_expansions_and_taps_run_as_one(monkeypatch):
-    calls, run = [], native.expand
+    calls, run = [], ops.expand
     monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
     for count, name in enumerate(("mobile", "pad_before_taps"), 1):
         run_step(gf.apply_(make_parts(make_use(EXPANDED[name])), PLAN), draw_images(2, 3, 9, 10))

@@ -14,7 +14,7 @@ from cases import draw, seeded
 from gradfilter.keep import KEEPS as NAMES
 from gradfilter.keep import Keep, State, Tucker
 from gradfilter.keep.tucker import find_rank
-from gradfilter.rules import twin
+from gradfilter.rules import compressed
 from keep_cases import EXACT, KEEPS, LAYERS, InFactors, Product, assert_same, differentiate, differentiate_planned, restore
 
 COARSE = [{"patch": 2}, {"patch": 4}, {"grid": 3}, {"patch": 2, "kernel": "lumped"}]
@@ -65,7 +65,7 @@ def test_truncated_factors_are_the_tensor_they_make(layer, backward, monkeypatch
     for ranks in RANKS:
         want = differentiate_planned(layer, x, **backward, keep=InFactors((0, *ranks), rebuilt=True))
         for products in (0, math.inf):  # contract all at once, or convolve
-            monkeypatch.setattr(twin, "find_order", lambda *_, products=products: (products, None))
+            monkeypatch.setattr(compressed, "find_order", lambda *_, products=products: (products, None))
             assert_same(differentiate_planned(layer, x, **backward, keep=InFactors((0, *ranks))), want)
 
 

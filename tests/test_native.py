@@ -7,21 +7,23 @@ import sys
 
 import pytest
 import torch
-from gradfilter.ops.native.reference import pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import draw
+from gradfilter import ops
+from gradfilter.geometry.tiling import count_cells, count_dtype
 from gradfilter.ops import native
 from gradfilter.ops.native.library import find_team
-from gradfilter.ops.native.values import count_cells, count_dtype
+from gradfilter.ops.native.pooling import can_scale
+from gradfilter.ops.pooling import pool_map
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
-STEPS = (native.IDENTITY, native.RELU, native.RELU6, native.Act(native.CLAMP, -1.5, 2.0), native.Act(native.LEAKY, slope=0.25))
-ACTS = (*STEPS, native.HARDSWISH, native.SILU)
+STEPS = (ops.IDENTITY, ops.RELU, ops.RELU6, ops.Act(ops.CLAMP, -1.5, 2.0), ops.Act(ops.LEAKY, slope=0.25))
+ACTS = (*STEPS, ops.HARDSWISH, ops.SILU)
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 37), st.integers(1, 13), st.integers(1, 21))
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6)) | st.sampled_from([(1, 1), (4, 4), (7, 1), (16, 16), (20, 30)])
@@ -78,15 +80,15 @@ class TestPass:
         x = draw_eighths(*shape, seed=seed).to(dtype)
         if odd:
             # torch's own slope of hardswish at NaN depends on where in the tensor it is.
-            values = (math.inf, -math.inf) if act == native.HARDSWISH else (math.inf, -math.inf, math.nan)
+            values = (math.inf, -math.inf) if act == ops.HARDSWISH else (math.inf, -math.inf, math.nan)
             x.view(-1)[seed % x.numel()] = values[seed % len(values)]
         x = x.contiguous(memory_format=layout)
         scale = draw_eighths(shape[1], seed=seed + 1, most=16) if has_scale else None
         shift = draw_eighths(shape[1], seed=seed + 2) if has_shift else None
         residual = draw_eighths(*shape, seed=seed + 3).to(dtype) if has_residual else None
-        expected = native.torch_norm_act(x, scale, shift, act, patch, residual)
+        expected = ops.norm_act.reference(x, scale, shift, act, patch, residual)
         assert native.can_run(x)
-        got = native.norm_act(x, scale, shift, act, patch, residual, out=x if inplace else None)
+        got = ops.norm_act(x, scale, shift, act, patch, residual, out=x if inplace else None)
         tolerance = 0.0 if act in STEPS else 4e-6 if dtype is torch.float32 else 8e-3
         same(got, expected, tolerance)
         assert (got.y.data_ptr() == x.data_ptr()) == inplace
@@ -98,12 +100,12 @@ class TestPass:
     @given(shape=shapes, patch=sides, layout=layouts, dtype=dtypes, seed=st.integers(0, 99))
     def test_pools_and_unpools_like_torch(self, shape, patch, layout, dtype, seed):
         x = draw_eighths(*shape, seed=seed).to(dtype).contiguous(memory_format=layout)
-        for got, sums in ((native.pool_mean(x, patch), False), (native.pool_sum(x, patch), True)):
-            torch.testing.assert_close(got, pool(x, patch, sums=sums), rtol=0, atol=0)
+        for got, sums in ((ops.pool_mean(x, patch), False), (ops.pool_sum(x, patch), True)):
+            torch.testing.assert_close(got, pool_map(x, patch, sums=sums), rtol=0, atol=0)
             assert got.is_contiguous(memory_format=layout)
         cells = draw_eighths(*shape[:2], *count_cells(shape[2:], patch), seed=seed).to(dtype).contiguous(memory_format=layout)
-        got = native.unpool(cells, patch, shape[2:])
-        torch.testing.assert_close(got, native.torch_unpool(cells, patch, shape[2:]), rtol=0, atol=0)
+        got = ops.unpool(cells, patch, shape[2:])
+        torch.testing.assert_close(got, ops.unpool.reference(cells, patch, shape[2:]), rtol=0, atol=0)
 
     @quick
     @given(
@@ -112,33 +114,33 @@ class TestPass:
     def test_scales_gradients_by_counts(self, shape, patch, layout, slopes, seed):
         steep = draw(*shape, seed=seed) > 0
         size, (low, high) = (shape[2], shape[3]), slopes
-        count = pool(steep.float(), patch, sums=True).to(count_dtype(patch)).contiguous(memory_format=layout)
+        count = pool_map(steep.float(), patch, sums=True).to(count_dtype(patch)).contiguous(memory_format=layout)
         g = draw(*count.shape, seed=seed + 1).float().contiguous(memory_format=layout)
-        assert native.can_scale(g, count)
-        got = native.scale_by_counts(g, count, slopes, size, patch)
+        assert can_scale(g, count)
+        got = ops.scale_by_counts(g, count, slopes, size, patch)
         assert got.is_contiguous(memory_format=layout)
-        torch.testing.assert_close(got, g * (low + (high - low) * pool(steep.float(), patch)))
+        torch.testing.assert_close(got, g * (low + (high - low) * pool_map(steep.float(), patch)))
 
     def test_scales_only_what_it_can_read(self):
         g, count = draw(2, 3, 4, 5).float(), torch.ones(2, 3, 4, 5, dtype=torch.uint8)
-        assert native.can_scale(g, count)
-        assert not native.can_scale(g, count.contiguous(memory_format=torch.channels_last))
-        assert not native.can_scale(g.double(), count)
-        assert not native.can_scale(g[:, :2], count[:, :2])
+        assert can_scale(g, count)
+        assert not can_scale(g, count.contiguous(memory_format=torch.channels_last))
+        assert not can_scale(g.double(), count)
+        assert not can_scale(g[:, :2], count[:, :2])
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_rounds_like_torch_on_ordinary_numbers(self, layout):
         x = draw(2, 40, 30, 30).float().contiguous(memory_format=layout)
         scale, shift = draw(40, seed=1).float(), draw(40, seed=2).float()
         for act in ACTS:
-            got = native.norm_act(x, scale, shift, act, (4, 4))
-            expected = native.torch_norm_act(x, scale, shift, act, (4, 4))
+            got = ops.norm_act(x, scale, shift, act, (4, 4))
+            expected = ops.norm_act.reference(x, scale, shift, act, (4, 4))
             torch.testing.assert_close(got.y, expected.y)
             torch.testing.assert_close(got.mean, expected.mean)
 
     def test_silu_over_its_whole_range(self):
         x = torch.linspace(-120, 120, 32 * 64).view(1, 32, 8, 8)
-        got, expected = (f(x, None, None, native.SILU, (2, 1)) for f in (native.norm_act, native.torch_norm_act))
+        got, expected = (f(x, None, None, ops.SILU, (2, 1)) for f in (ops.norm_act, ops.norm_act.reference))
         torch.testing.assert_close(got.y, expected.y, rtol=1e-6, atol=1e-30)
         torch.testing.assert_close(got.slope, expected.slope, rtol=1e-5, atol=1e-6)
 
@@ -147,14 +149,14 @@ class TestPass:
     @pytest.mark.parametrize("act", ACTS)
     def test_two_threads_do_what_one_does(self, act, layout):
         x = draw(3, 96, 41, 43).float().contiguous(memory_format=layout)
-        two = native.norm_act(x, None, None, act, (4, 4))
+        two = ops.norm_act(x, None, None, act, (4, 4))
         torch.set_num_threads(1)
-        same(two, native.norm_act(x, None, None, act, (4, 4)))
+        same(two, ops.norm_act(x, None, None, act, (4, 4)))
 
     def test_large_patches_count_in_wider_integers(self):
         x = torch.ones(1, 3, 200, 200)
         for side, dtype in ((15, torch.uint8), (16, torch.int16), (200, torch.int32)):
-            slope = native.norm_act(x, None, None, native.RELU, (side, side)).slope
+            slope = ops.norm_act(x, None, None, ops.RELU, (side, side)).slope
             assert slope is not None
             assert slope.dtype == dtype
             assert slope[0, 0, 0, 0] == side * side
@@ -163,26 +165,26 @@ class TestPass:
 class TestWhatItTakes:
     def test_residual_and_out_of_another_layout(self):
         x, residual = draw_eighths(2, 6, 8, 10, seed=0), draw_eighths(2, 6, 8, 10, seed=1)
-        expected = native.torch_norm_act(x, None, None, native.RELU, (3, 3), residual)
+        expected = ops.norm_act.reference(x, None, None, ops.RELU, (3, 3), residual)
         for other in (residual.contiguous(memory_format=torch.channels_last), residual.transpose(2, 3).clone().transpose(2, 3)):
-            same(native.norm_act(x, None, None, native.RELU, (3, 3), other), expected)
+            same(ops.norm_act(x, None, None, ops.RELU, (3, 3), other), expected)
             out = torch.empty_like(other)
-            same(native.norm_act(x, None, None, native.RELU, (3, 3), residual, out=out), expected)
+            same(ops.norm_act(x, None, None, ops.RELU, (3, 3), residual, out=out), expected)
             torch.testing.assert_close(out, expected.y)
 
     def test_channel_numbers_of_another_dtype_or_stride(self):
         x, numbers = draw(2, 6, 8, 10).float(), draw(12)
         for scale in (numbers[:6], numbers.float()[::2]):
             same(
-                native.norm_act(x, scale, scale, native.RELU, (3, 3)),
-                native.torch_norm_act(x, scale.float(), scale.float(), native.RELU, (3, 3)),
+                ops.norm_act(x, scale, scale, ops.RELU, (3, 3)),
+                ops.norm_act.reference(x, scale.float(), scale.float(), ops.RELU, (3, 3)),
                 1e-6,
             )
 
     def test_in_place_is_seen_by_autograd(self):
         x = draw(1, 2, 4, 4).float()
         version = x._version
-        native.norm_act(x, None, None, native.RELU, (2, 2), out=x)
+        ops.norm_act(x, None, None, ops.RELU, (2, 2), out=x)
         assert x._version > version
 
     def test_switches(self):
@@ -202,10 +204,10 @@ class TestWhatItTakes:
         x, mean, var = draw(2, 7, 5, 5).float(), draw(7, seed=1).float(), draw(7, seed=2).float().abs()
         gamma, beta = (draw(7, seed=3).float(), draw(7, seed=4).float()) if affine else (None, None)
         expected = torch.nn.functional.batch_norm(x, mean, var, gamma, beta, eps=1e-3)
-        scale, shift = native.fold(gamma, beta, mean, var, 1e-3)
-        torch.testing.assert_close(native.norm_act(x, scale, shift, native.IDENTITY, (1, 1)).y, expected, rtol=1e-5, atol=1e-5)
+        scale, shift = ops.fold_norm(gamma, beta, mean, var, 1e-3)
+        torch.testing.assert_close(ops.norm_act(x, scale, shift, ops.IDENTITY, (1, 1)).y, expected, rtol=1e-5, atol=1e-5)
         with native.off():
-            for ours, torchs in zip((scale, shift), native.fold(gamma, beta, mean, var, 1e-3), strict=True):
+            for ours, torchs in zip((scale, shift), ops.fold_norm(gamma, beta, mean, var, 1e-3), strict=True):
                 torch.testing.assert_close(ours, torchs)
 
 
@@ -287,7 +289,7 @@ import os, torch
 from gradfilter.ops import native
 x = torch.arange(2.0 * 64 * 64 * 64).view(2, 64, 64, 64).remainder(7)
 torch.set_num_threads(2)  # and no function of torch that would use them: its own threads do not outlive a fork
-run = lambda: [t.numpy() for t in native.norm_act(x, None, None, native.RELU6, (4, 4))]
+run = lambda: [t.numpy() for t in ops.norm_act(x, None, None, ops.RELU6, (4, 4))]
 expected = run()
 kept = native.empty((64, 1 << 20), torch.uint8)
 del kept
@@ -321,7 +323,7 @@ def test_several_callers_at_once():
     maps = [draw(2, 64, 48, 48, seed=seed).float() for seed in range(8)]
 
     def run(x):
-        return native.norm_act(x, None, None, native.RELU6, (4, 4))
+        return ops.norm_act(x, None, None, ops.RELU6, (4, 4))
 
     expected = [run(x) for x in maps]
     with ThreadPoolExecutor(4) as callers:

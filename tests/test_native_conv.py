@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gradfilter import ops
 from gradfilter.ops import native
+from gradfilter.ops.native.conv import can_convolve, run_kernel
 from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
@@ -40,31 +42,31 @@ def same(got, expected, act):
             torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance)
 
 
-def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, want_slope=True, kernel="dense"):
+def run_windows(x, w, rows, columns, bias, scale, shift, act, patch, residual, kernel="dense"):
     """Return what the library gives and what torch does, for one filter per channel or for a kernel without groups."""
     groups, kernel = (len(w), "depthwise") if w.shape[1] == 1 else (1, kernel)
     _, _, stride, dilation, padding, out = zip(rows, columns, strict=True)
-    assert native.can_convolve(x, w, stride, padding, dilation, groups) == kernel
-    run = partial(native.convolve, kernel)
-    got = run(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual, want_slope)
+    assert can_convolve(x, w, stride, padding, dilation, groups) == kernel
+    run = partial(run_kernel, kernel)
+    got = run(x, w, bias, stride, padding, dilation, out, scale, shift, act, patch, residual)
     ends = [(o - 1) * s + (k - 1) * d + 1 for _, k, s, d, _, o in (rows, columns)]
     after = [max(end - p - n, 0) for end, (n, _, _, _, p, _) in zip(ends, (rows, columns), strict=True)]
     padded = F.pad(x, (padding[1], after[1], padding[0], after[0]))[:, :, : ends[0], : ends[1]]
     y = F.conv2d(padded, w, None, stride, 0, dilation, groups)
     if bias is not None:
         y += bias[:, None, None]
-    return got, native.torch_norm_act(last(y), scale, shift, act, patch, residual, None, want_slope)
+    return got, ops.norm_act.reference(last(y), scale, shift, act, patch, residual)
 
 
-def run_pointwise(x, w, bias, scale, shift, act, patch, residual, want_slope=True):
+def run_pointwise(x, w, bias, scale, shift, act, patch, residual):
     """Return what the library gives and what torch does."""
-    assert native.can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "dense"
+    assert can_convolve(x, w, (1, 1), (0, 0), (1, 1), 1) == "dense"
     one, size = (1, 1), (x.shape[2], x.shape[3])
-    got = native.convolve("dense", x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual, want_slope)
+    got = run_kernel("dense", x, w, bias, one, (0, 0), one, size, scale, shift, act, patch, residual)
     y = F.conv2d(x, w)
     if bias is not None:
         y += bias[:, None, None]
-    return got, native.torch_norm_act(last(y), scale, shift, act, patch, residual, None, want_slope)
+    return got, ops.norm_act.reference(last(y), scale, shift, act, patch, residual)
 
 
 @pytest.mark.usefixtures("level")
@@ -139,7 +141,7 @@ class TestEqualsTorch:
             same(*run_windows(x, w, rows, columns, *ends), act)
 
     @pytest.mark.parametrize("threads", [1, 2])
-    @pytest.mark.parametrize("act", [native.RELU, native.HARDSWISH])
+    @pytest.mark.parametrize("act", [ops.RELU, ops.HARDSWISH])
     @pytest.mark.parametrize(
         ("n", "c", "d", "size", "patch"),
         [
@@ -166,32 +168,32 @@ class TestEqualsTorch:
         rows, columns = (200, 3, 1, 1, 1, 200), (331, 3, 1, 1, 1, 331)
         w, v = draw_eighths(32, 1, 3, 3, seed=4, most=8), draw_eighths(32, 32, 1, 1, seed=5, most=8)
         u = draw_eighths(32, 32, 3, 3, seed=6, most=8)
-        ends = (None, scale, shift, native.RELU6, (4, 4), residual)
+        ends = (None, scale, shift, ops.RELU6, (4, 4), residual)
         with on_threads(threads):
-            same(*run_windows(x, w, rows, columns, *ends), native.RELU6)
-            same(*run_windows(x, u, rows, columns, *ends, kernel="winograd"), native.RELU6)
-            same(*run_pointwise(x, v, *ends), native.RELU6)
+            same(*run_windows(x, w, rows, columns, *ends), ops.RELU6)
+            same(*run_windows(x, u, rows, columns, *ends, kernel="winograd"), ops.RELU6)
+            same(*run_pointwise(x, v, *ends), ops.RELU6)
 
 
 def test_many_inputs_and_outputs():
     x, w = last(draw_eighths(3, 700, 7, 7, seed=0, most=16)), draw_eighths(330, 700, 1, 1, seed=1, most=8)
-    same(*run_pointwise(x, w, None, None, None, native.RELU6, (4, 4), None), native.RELU6)
+    same(*run_pointwise(x, w, None, None, None, ops.RELU6, (4, 4), None), ops.RELU6)
 
 
 def test_rounds_like_torch_on_ordinary_numbers():
     generator = torch.Generator().manual_seed(0)
     x = last(torch.randn(2, 40, 30, 30, generator=generator))
     mean, var, gamma, beta = torch.rand(4, 40, generator=generator).unbind()
-    scale, shift = native.fold(gamma, beta, mean, var, 1e-5)
+    scale, shift = ops.fold_norm(gamma, beta, mean, var, 1e-5)
 
     def normalise(y):
         return F.silu(F.batch_norm(y, mean, var, gamma, beta))
 
     w = torch.randn(40, 1, 5, 5, generator=generator)
-    got = native.convolve("depthwise", x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
+    got = run_kernel("depthwise", x, w, None, (1, 1), (2, 2), (1, 1), (30, 30), scale, shift, ops.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w, None, 1, 2, 1, 40)), rtol=1e-4, atol=1e-5)
     w = torch.randn(40, 40, 1, 1, generator=generator)
-    got = native.convolve("dense", x, w, None, (1, 1), (0, 0), (1, 1), (30, 30), scale, shift, native.SILU, (4, 4))
+    got = run_kernel("dense", x, w, None, (1, 1), (0, 0), (1, 1), (30, 30), scale, shift, ops.SILU, (4, 4))
     torch.testing.assert_close(got.y, normalise(F.conv2d(x, w)), rtol=1e-4, atol=1e-5)
 
 
@@ -201,8 +203,8 @@ def test_winograd_rounds_no_worse_than_torch(c, side):
     """Against float64; measured: root mean square errors of 0.6 times those of torch's own float32."""
     generator = torch.Generator().manual_seed(0)
     x, w = last(torch.randn(2, c, side, side, generator=generator)), torch.randn(c, c, 3, 3, generator=generator)
-    one, ends = (1, 1), (None, None, native.IDENTITY, (1, 1))
-    got = native.convolve("winograd", x, w, ends[0], one, one, one, (side, side), *ends).y
+    one, ends = (1, 1), (None, None, ops.IDENTITY, (1, 1))
+    got = run_kernel("winograd", x, w, ends[0], one, one, one, (side, side), *ends).y
     truth = F.conv2d(x.double(), w.double(), padding=1)
     ours, torchs = ((y - truth).square().mean().sqrt() for y in (got, F.conv2d(x, w, padding=1)))
     assert ours < 2 * torchs
@@ -223,11 +225,11 @@ def test_infinities_and_nan_stay():
 def test_runs_in_torch_what_the_library_cannot():
     x, w = draw_eighths(2, 20, 9, 9, seed=0, most=16), draw_eighths(20, 1, 3, 3, seed=1, most=8)
     for image in (x, last(x).double(), last(x)[..., ::2]):
-        assert native.can_convolve(image, w.to(image.dtype), (1, 1), (1, 1), (1, 1), 20) is None
-    ends = (None, (1, 1), (1, 1), (1, 1), (9, 9), None, None, native.RELU6, (4, 4))
+        assert can_convolve(image, w.to(image.dtype), (1, 1), (1, 1), (1, 1), 20) is None
+    ends = (None, (1, 1), (1, 1), (1, 1), 20, (9, 9), None, None, ops.RELU6, (4, 4))
     with native.off():
-        expected = native.convolve("depthwise", last(x), w, *ends)
-    for got in (native.convolve("depthwise", x, w, *ends), native.convolve("depthwise", last(x), w, *ends)):
+        expected = ops.convolve(last(x), w, *ends)
+    for got in (ops.convolve(x, w, *ends), ops.convolve(last(x), w, *ends)):
         for g, e in zip(got, expected, strict=True):
             torch.testing.assert_close(g, e, rtol=0, atol=0)
 
@@ -251,7 +253,7 @@ def test_runs_in_torch_what_the_library_cannot():
 )
 def test_says_which_convolutions_it_runs(shape, stride, padding, groups, kernel):
     x = last(torch.zeros(1, 32, 9, 9))
-    assert native.can_convolve(x, torch.zeros(shape), stride, padding, (1, 1), groups) == kernel
+    assert can_convolve(x, torch.zeros(shape), stride, padding, (1, 1), groups) == kernel
 
 
 def test_leaves_to_torch_what_torch_does_faster():

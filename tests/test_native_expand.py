@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradfilter import ops
 from gradfilter.ops import native
 from native_cases import STEPS, acts, axes, batches, channels, draw_eighths, last, on_threads, parts, sides
 
@@ -25,14 +26,14 @@ def draw_ending(channels, act, patch, has, seed):
     bias, shift = (draw_eighths(channels, seed=seed + i, most=16) for i in range(2))
     values = bias, 2 * draw_halves(channels, seed=seed + 2), shift
     bias, scale, shift = (v if h else None for v, h in zip(values, has, strict=False))
-    return native.Ending(bias, scale, shift, act, patch, has[3])
+    return ops.Ending(bias, scale, shift, act, patch)
 
 
 def compare(x, w, middle, taps, rows, columns, end, cells=None):
     """Check one call against torch, one convolution after the other; return what the call gave."""
     _, _, stride, dilation, padding, out = zip(rows, columns, strict=True)
     assert native.can_expand(x, w, taps)
-    run = partial(native.expand, x, w, middle, taps, stride, padding, dilation, out, end)
+    run = partial(ops.expand, x, w, middle, taps, stride, padding, dilation, out, end)
     got = run(cells)
     with native.off():
         expected = run()
@@ -43,9 +44,9 @@ def compare(x, w, middle, taps, rows, columns, end, cells=None):
         same(got.out[:2], expected.out[:2], 1e-4)
         # What is rounded may be on the other side of a step: counts are those of its own y. Hardswish's derivative has steps.
         if end.act in STEPS:
-            again = native.torch_norm_act(got.out.y, None, None, end.act, end.patch, want_slope=end.want_slope)
+            again = ops.norm_act.reference(got.out.y, None, None, end.act, end.patch)
             same(got.out[2:], again[2:], 0.0)
-        elif end.act == native.SILU:
+        elif end.act == ops.SILU:
             same(got.out[2:], expected.out[2:], 1e-4)
     return got
 
@@ -83,7 +84,7 @@ class TestEqualsTorch:
             compare(x, w, middle, taps, rows, columns, end)
 
     @pytest.mark.parametrize("threads", [1, 2])
-    @pytest.mark.parametrize("both", [(native.RELU6, native.RELU6), (native.HARDSWISH, native.SILU)])
+    @pytest.mark.parametrize("both", [(ops.RELU6, ops.RELU6), (ops.HARDSWISH, ops.SILU)])
     @pytest.mark.parametrize(
         ("n", "c", "d", "size", "window", "patches"),
         [
@@ -99,8 +100,7 @@ class TestEqualsTorch:
         x, w = last(draw_eighths(n, c, *size, seed=0, most=4)), draw_halves(d, c, 1, 1, seed=1)
         rows, columns = ((side, k, s, dilation, before, (side - 1) // s + 1) for side in size)
         middle, end = (
-            native.Ending(None, None, draw_eighths(d, seed=3, most=8), act, (p, p))
-            for act, p in zip(both, patches, strict=True)
+            ops.Ending(None, None, draw_eighths(d, seed=3, most=8), act, (p, p)) for act, p in zip(both, patches, strict=True)
         )
         with on_threads(threads):
             compare(x, w, middle, draw_halves(d, 1, k, k, seed=2), rows, columns, end)
@@ -108,15 +108,15 @@ class TestEqualsTorch:
     def test_an_output_that_no_cache_holds(self):
         """Such maps are written past the caches."""
         x, w = last(draw_eighths(2, 4, 200, 331, seed=0, most=4)), draw_halves(32, 4, 1, 1, seed=1)
-        ending = native.Ending(None, None, draw_eighths(32, seed=2, most=8), native.RELU6, (4, 4))
+        ending = ops.Ending(None, None, draw_eighths(32, seed=2, most=8), ops.RELU6, (4, 4))
         rows, columns = (200, 3, 1, 1, 1, 200), (331, 3, 1, 1, 1, 331)
         compare(x, w, ending, draw_halves(32, 1, 3, 3, seed=3), rows, columns, ending)
 
 
-def make_block(n=2, side=13, act=native.RELU6):
+def make_block(n=2, side=13, act=ops.RELU6):
     """Return a small block: x, w, middle, taps, rows, columns, end."""
     x, w = last(draw_eighths(n, 5, side, side, seed=0, most=4)), draw_halves(24, 5, 1, 1, seed=1)
-    middle, end = (native.Ending(None, None, draw_eighths(24, seed=i, most=8), act, (4, 4)) for i in (2, 3))
+    middle, end = (ops.Ending(None, None, draw_eighths(24, seed=i, most=8), act, (4, 4)) for i in (2, 3))
     axis = (side, 3, 1, 1, 1, side)
     return x, w, middle, draw_halves(24, 1, 3, 3, seed=4), axis, axis, end
 
@@ -125,10 +125,10 @@ def test_rounds_like_torch_on_ordinary_numbers():
     generator = torch.Generator().manual_seed(0)
     x, w = last(torch.randn(2, 40, 30, 30, generator=generator)), torch.randn(64, 40, 1, 1, generator=generator) / 6
     taps, shift = torch.randn(64, 1, 5, 5, generator=generator) / 5, torch.randn(64, generator=generator)
-    ending, ends = native.Ending(None, None, shift, native.SILU, (4, 4)), ((2, 2), (2, 2), (1, 1), (15, 15))
-    got = native.expand(x, w, ending, taps, *ends, ending)
+    ending, ends = ops.Ending(None, None, shift, ops.SILU, (4, 4)), ((2, 2), (2, 2), (1, 1), (15, 15))
+    got = ops.expand(x, w, ending, taps, *ends, ending)
     with native.off():
-        expected = native.expand(x, w, ending, taps, *ends, ending)
+        expected = ops.expand(x, w, ending, taps, *ends, ending)
     for g, e in zip((*got.hidden, *got.out), (*expected.hidden, *expected.out), strict=True):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
 
@@ -138,13 +138,13 @@ def test_writes_where_it_is_told_to():
     x, w, middle, taps, _, _, end = block
     mean, slope = last(torch.full((2, 24, 4, 4), 7.0)), last(torch.full((2, 24, 4, 4), 99, dtype=torch.uint8))
     versions = mean._version, slope._version
-    got = compare(*block, cells=native.Cells(mean, slope))
+    got = compare(*block, cells=ops.Cells(mean, slope))
     assert got.hidden.mean is mean
     assert got.hidden.slope is slope
     assert (mean._version, slope._version) == versions  # they may have been saved for backward
     again = torch.empty(2, 24, 4, 4), torch.empty(2, 24, 4, 4, dtype=torch.uint8)
     with native.off():
-        got = native.expand(x, w, middle, taps, (1, 1), (1, 1), (1, 1), (13, 13), end, native.Cells(*again))
+        got = ops.expand(x, w, middle, taps, (1, 1), (1, 1), (1, 1), (13, 13), end, ops.Cells(*again))
     assert got.hidden.mean is again[0]
     assert again[0]._version == again[1]._version == 0
     assert torch.equal(again[0], mean)
@@ -157,7 +157,7 @@ def test_infinities_and_nan_stay():
     taps = torch.ones(24, 1, 1, 1)
     for act in STEPS:
         ending = end._replace(act=act)
-        run = partial(native.expand, x, w, ending, taps, (1, 1), (0, 0), (1, 1), (13, 13), ending)
+        run = partial(ops.expand, x, w, ending, taps, (1, 1), (0, 0), (1, 1), (13, 13), ending)
         got = run()
         with native.off():
             expected = run()
@@ -169,11 +169,11 @@ def test_infinities_and_nan_stay():
 
 def test_runs_in_torch_what_the_library_cannot():
     x, w, middle, taps, _, _, end = make_block()
-    expected = native.expand(x, w, middle, taps, (1, 1), (1, 1), (1, 1), (13, 13), end)
+    expected = ops.expand(x, w, middle, taps, (1, 1), (1, 1), (1, 1), (13, 13), end)
     for image in (x.contiguous(), x.double()):
         v, u = w.to(image.dtype), taps.to(image.dtype)
         assert not native.can_expand(image, v, u)
-        got = native.expand(image, v, middle, u, (1, 1), (1, 1), (1, 1), (13, 13), end)
+        got = ops.expand(image, v, middle, u, (1, 1), (1, 1), (1, 1), (13, 13), end)
         for g, e in zip((*got.hidden, *got.out), (*expected.hidden, *expected.out), strict=True):
             assert g is not None
             assert e is not None

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradfilter import ops
 from gradfilter.ops import native
 from gradfilter.ops.native import affine
+from gradfilter.ops.norm import finish_norm_gradients, scale_norm_gradient
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
@@ -61,14 +63,14 @@ class TestEqualsTorch:
     def test_norm_back(self, shape, has_gamma, zero, scales, threads, seed):
         gamma, mu, var = make_norm(shape[1], seed, zero)
         g = draw_values(*shape, seed=seed + 5).contiguous(memory_format=torch.channels_last)
-        args = g, native.FixedNorm(gamma if has_gamma else None, mu, var, EPS), scales
+        args = g, ops.FixedNorm(gamma if has_gamma else None, mu, var, EPS), scales
         torch.set_num_threads(threads)
         with note_calls() as calls:
-            got = native.norm_back(*args)
+            got = scale_norm_gradient(*args)
         torch.set_num_threads(1)
         assert calls == ["norm_back"]
         assert (got.scaled is None) == (not scales or (has_gamma and zero))
-        same(got, native.torch_norm_back(*args))
+        same(got, scale_norm_gradient.reference(*args))
 
     @quick
     @given(
@@ -80,30 +82,30 @@ class TestEqualsTorch:
         seed=st.integers(0, 99),
     )
     def test_norm_end(self, shape, has_bias, scaled, last, need, seed):
-        norm = native.FixedNorm(*make_norm(shape[0], seed), EPS)
+        norm = ops.FixedNorm(*make_norm(shape[0], seed), EPS)
         w, gw = (draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[last]) for i in (5, 6))
         g = draw_values(2, shape[0], 3, 3, seed=seed + 7)
-        back = native.torch_norm_back(g, norm, scaled)
+        back = scale_norm_gradient.reference(g, norm, scaled)
         bias = draw_values(shape[0], seed=seed + 8) if has_bias else None
         rest = w, bias, norm, back, *need
-        expected = native.torch_norm_end(gw.clone(), *rest)
+        expected = finish_norm_gradients.reference(gw.clone(), *rest)
         with note_calls() as calls:
-            got = native.norm_end(gw, *rest)
+            got = finish_norm_gradients(gw, *rest)
         assert calls == ["norm_end"]
         same(got, expected)
 
 
 def test_what_the_library_cannot_read_runs_in_torch():
-    norm = native.FixedNorm(*make_norm(20, 0), EPS)
+    norm = ops.FixedNorm(*make_norm(20, 0), EPS)
     g = draw_values(2, 20, 3, 5, seed=1)  # in another memory order
     w, gw = draw_values(20, 4, 3, 3, seed=2), draw_values(20, 4, 3, 3, seed=3)
     with note_calls() as calls:
-        back = native.norm_back(g, norm, True)
-        same(back, native.torch_norm_back(g, norm, True))
-        native.norm_end(gw.contiguous(memory_format=torch.channels_last), w, None, norm, back, True, True)
-        native.norm_end(gw[:, :1].expand(20, 4, 3, 3), w, None, norm, back, True, True)
+        back = scale_norm_gradient(g, norm, True)
+        same(back, scale_norm_gradient.reference(g, norm, True))
+        finish_norm_gradients(gw.contiguous(memory_format=torch.channels_last), w, None, norm, back, True, True)
+        finish_norm_gradients(gw[:, :1].expand(20, 4, 3, 3), w, None, norm, back, True, True)
         gamma, mu, var = (v.double() for v in make_norm(20, 0))
-        wide = native.norm_back(g.double(), native.FixedNorm(gamma, mu, var, EPS), True)
+        wide = scale_norm_gradient(g.double(), ops.FixedNorm(gamma, mu, var, EPS), True)
     assert wide.scaled is not None
     assert wide.scaled.dtype is torch.float64
     assert calls == []

@@ -8,9 +8,14 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gradfilter import ops
 from gradfilter.emit import enter
 from gradfilter.geometry.tiling import Tiling, map_size
+from gradfilter.geometry.windows import make_windows
 from gradfilter.ops import native
+from gradfilter.ops.constants import find_target
+from gradfilter.ops.max_pooling import count_winners
+from gradfilter.ops.native import maxpool
 from gradfilter.ops.pooling import pool_mean
 from gradfilter.rules import pooling
 from gradfilter.tensor import Choices, PatchTensor
@@ -49,19 +54,19 @@ def check(x, options, in_patch, out_patch):
     y, indices = F.max_pool2d(x, *options, return_indices=True)
     size = map_size(y)
     assert pooling.find_size(map_size(x), *options) == size
-    spans = pooling.find_spans(size, *options[:4])
-    windows = pooling.find_windows(map_size(x), in_patch, size, out_patch, spans)
-    rows, columns = pooling.find_taps(map_size(x), windows, spans, options[3])
-    if not (rows.count.all() and columns.count.all()):
+    windows = make_windows(map_size(x), size, in_patch, out_patch, *options[:4])
+    got = maxpool.max_pool(x, windows)
+    if windows.taps is None:
+        assert got is None
         return False
-    got = native.max_pool(x, rows, columns, out_patch)
+    assert got is not None
     assert torch.equal(got.y.view(torch.int32), y.view(torch.int32))
-    want = pooling.count_winners(indices, windows)
+    want = count_winners(indices, windows)
     assert got.winners.dtype == want.dtype
     assert torch.equal(got.winners, want)
     assert (got.mean is None) == (out_patch == (1, 1))
     if got.mean is not None:
-        torch.testing.assert_close(got.mean, native.pool_mean(y, out_patch), rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(got.mean, ops.pool_mean(y, out_patch), rtol=1e-5, atol=1e-5, equal_nan=True)
     return True
 
 
@@ -110,8 +115,10 @@ def run_rule(call, x, patch, seed):
 @pytest.fixture
 def calls(monkeypatch):
     """Note the calls of the library's max pooling."""
-    calls, run = [], native.max_pool
-    monkeypatch.setattr(native, "max_pool", lambda *args: calls.append(args) or run(*args))
+    calls, run = [], maxpool.call
+    monkeypatch.setattr(
+        maxpool, "call", lambda name, *args: (calls.append(name) if name == "max_pool" else 0, run(name, *args))[1]
+    )
     return calls
 
 
@@ -137,9 +144,11 @@ def test_the_rule_equals_its_torch_path(name, patch, calls):
 def test_counts_of_any_width_are_routed(dtype):
     generator = torch.Generator().manual_seed(11)
     g = torch.randint(-8, 9, (2, 21, 3, 5), generator=generator).float()
-    counts = torch.randint(0, 200, (2, 3, 5, 4, 21), generator=generator).to(dtype)
-    target = torch.randint(0, 6 * 7, (3 * 5 * 4,), generator=generator)
-    got = native.max_route(g, counts.permute(0, 4, 1, 2, 3), target, (6, 7))
+    counts = torch.randint(0, 200, (2, 3, 5, 6, 21), generator=generator).to(dtype)
+    windows = make_windows((12, 14), (6, 9), (2, 2), (2, 2), (3, 3), (2, 1), (1, 0), (1, 1))
+    assert (windows.in_cells, windows.out_cells, windows.reach) == ((6, 7), (3, 5), (3, 2))
+    target = find_target(windows, g)
+    got = maxpool.max_route(g, counts.permute(0, 4, 1, 2, 3), windows)
     want = torch.zeros(2, 6 * 7, 21)
     want.index_add_(1, target, (g.permute(0, 2, 3, 1)[:, :, :, None] * counts).reshape(2, -1, 21))
     assert got is not None

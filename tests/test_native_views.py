@@ -7,13 +7,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import gradfilter
+from gradfilter import ops
 from gradfilter.emit import enter
 from gradfilter.geometry.axes import Axis
 from gradfilter.geometry.convolution import make_geometry
-from gradfilter.geometry.tiling import Tiling
+from gradfilter.geometry.tiling import Tiling, count_cells
+from gradfilter.geometry.windows import make_windows
 from gradfilter.ops import native
-from gradfilter.ops.native.values import count_cells
-from gradfilter.rules import twin
+from gradfilter.ops.native.affine import ScaledGradient
+from gradfilter.ops.native.pooling import can_scale
+from gradfilter.ops.norm import finish_norm_gradients, scale_norm_gradient
 from gradfilter.tensor import Choices, PatchTensor
 from native_cases import STEPS, axes, draw_eighths
 from views import compare, places, some, views
@@ -48,7 +51,7 @@ class TestPasses:
     @given(
         shape=st.tuples(few, st.integers(1, 20), st.integers(1, 9), st.integers(1, 9)),
         patch=sides,
-        act=st.sampled_from([*STEPS, native.HARDSWISH, native.SILU]),
+        act=st.sampled_from([*STEPS, ops.HARDSWISH, ops.SILU]),
         kind=kinds,
         maps=some(2),
         beside=rows(torch.float64, torch.bfloat16),
@@ -66,7 +69,7 @@ class TestPasses:
         def run():
             x = view(numbers.to(kind))
             target = None if out == "new" else x if out == "x" else out(torch.zeros_like(x))
-            fused = native.norm_act(x, scale, shift, act, patch, residual, target)
+            fused = ops.norm_act(x, scale, shift, act, patch, residual, target)
             assert target is None or fused.y is target
             return fused
 
@@ -84,14 +87,14 @@ class TestPasses:
     def test_pool_and_unpool(self, shape, patch, kind, view, over, seed):
         x = view(draw_eighths(*shape, seed=seed, most=32).to(kind))
         cells = over(draw_eighths(*shape[:2], *count_cells(shape[2:], patch), seed=seed, most=32).to(kind))
-        compare(lambda: (native.pool_mean(x, patch), native.pool_sum(x, patch), native.unpool(cells, patch, shape[2:])))
+        compare(lambda: (ops.pool_mean(x, patch), ops.pool_sum(x, patch), ops.unpool(cells, patch, shape[2:])))
 
     @quick
     @given(count=st.integers(1, 9), maps=some(4), has=st.booleans(), seed=seeds)
     def test_fold(self, count, maps, has, seed):
         numbers = [draw_eighths(count, seed=seed + i, most=16) for i in range(4)]
         gamma, beta, mean, var = (view(v) for view, v in zip(maps, (*numbers[:3], numbers[3].abs()), strict=True))
-        compare(lambda: native.fold(gamma if has else None, beta if has else None, mean, var, 1e-3))
+        compare(lambda: ops.fold_norm(gamma if has else None, beta if has else None, mean, var, 1e-3))
 
     @pytest.mark.parametrize("shift", [-40, -1, 0, 1, 40, 120])
     @pytest.mark.parametrize("target", ["x", "residual"])
@@ -101,7 +104,7 @@ class TestPasses:
             read, other = memory[130:250].view(1, 6, 4, 5), draw_eighths(1, 6, 4, 5, seed=2, most=32)
             maps = (read, other) if target == "x" else (other, read)
             out = memory[130 + shift : 250 + shift].view(1, 6, 4, 5)
-            return native.norm_act(maps[0], None, None, native.RELU, (2, 2), maps[1], out)
+            return ops.norm_act(maps[0], None, None, ops.RELU, (2, 2), maps[1], out)
 
         compare(run)
 
@@ -134,7 +137,8 @@ class TestConvolutions:
         bias, scale, shift = make_rows(beside, outputs, seed)
         bias = None if bias is None else bias if bias.dtype is torch.float32 else bias.float()
         ends = size, scale, shift, act, patch, residual
-        compare(lambda: native.convolve(kernel, x, w, bias, stride, padding, dilation, *ends))
+        groups = outputs if kernel == "depthwise" else 1
+        compare(lambda: ops.convolve(x, w, bias, stride, padding, dilation, groups, *ends))
 
     @quick
     @given(
@@ -155,9 +159,9 @@ class TestConvolutions:
         w = maps[1](4 * draw_eighths(hidden, inputs, 1, 1, seed=seed + 1, most=2))
         taps = maps[2](4 * draw_eighths(hidden, 1, over[1], across[1], seed=seed + 2, most=2))
         (b, scale, shift), (b_too, scale_too, shift_too) = (make_rows(row, hidden, seed, most=4) for row in beside)
-        middle = native.Ending(b, scale, shift, both[0], tiling[0])
-        end = native.Ending(b_too, scale_too, shift_too, both[1], tiling[1])
-        compare(lambda: native.expand(x, w, middle, taps, stride, padding, dilation, size, end))
+        middle = ops.Ending(b, scale, shift, both[0], tiling[0])
+        end = ops.Ending(b_too, scale_too, shift_too, both[1], tiling[1])
+        compare(lambda: ops.expand(x, w, middle, taps, stride, padding, dilation, size, end))
 
 
 axis = st.builds(
@@ -200,7 +204,7 @@ class TestGradients:
         cells = geometry.out_cells if geometry.is_single_tap else geometry.in_cells
         x = draw_eighths(n, geometry.groups * ci, *cells, seed=seed + 2, most=16).to(kind)
         kept = maps[1](x) if need[0] else None
-        compare(lambda: twin.conv_gradients(g, kept, w, geometry, need_gx=need[1]), 1e-4)
+        compare(lambda: ops.conv_gradients(g, kept, w, geometry, need_gx=need[1]), 1e-4)
 
     @quick
     @given(
@@ -214,8 +218,8 @@ class TestGradients:
         g = maps[0](draw_eighths(*shape, seed=seed, most=16))
         gamma, mu, var = (draw_eighths(shape[1], seed=seed + i, most=16) for i in range(3))
         gamma, mu, var = (place(v) for place, v in zip(maps[1:], (gamma, mu, var.abs() + 0.125), strict=True))
-        norm = native.FixedNorm(gamma if has_gamma else None, mu, var, 1e-3)
-        compare(lambda: native.norm_back(g, norm, scales))
+        norm = ops.FixedNorm(gamma if has_gamma else None, mu, var, 1e-3)
+        compare(lambda: scale_norm_gradient(g, norm, scales))
 
     @quick
     @given(
@@ -229,11 +233,11 @@ class TestGradients:
         numbers = [draw_eighths(shape[0], seed=seed + i, most=16) for i in range(5)]
         mu, var, b = (place(v) for place, v in zip(maps[2:5], (numbers[0], numbers[1].abs() + 0.125, numbers[2]), strict=True))
         scale, total = maps[5](numbers[3].abs() + 0.125), maps[6](numbers[4])
-        norm = native.FixedNorm(None, mu, var, 1e-3)
-        back = native.NormBack(scale, total, torch.ones(1) if scaled else None)
+        norm = ops.FixedNorm(None, mu, var, 1e-3)
+        back = ScaledGradient(scale, total, torch.ones(1) if scaled else None)
         w = maps[1](draw_eighths(*shape, seed=seed + 5, most=16))
         gw = draw_eighths(*shape, seed=seed + 6, most=16)
-        compare(lambda: native.norm_end(maps[0](gw), w, b, norm, back, *need))
+        compare(lambda: finish_norm_gradients(maps[0](gw), w, b, norm, back, *need))
 
 
 def run_rule(call, x, patch, view, seed):
@@ -274,20 +278,18 @@ class TestRules:
         g = maps[0](draw_eighths(n, channels, *cells, seed=2, most=16))
         counts = torch.randint(0, 9, (n, *cells, 4, channels), generator=generator).to(dtype)
         winners = maps[1](counts.permute(0, 4, 1, 2, 3))
-        target = torch.randint(0, 12, (cells[0] * cells[1] * 4,), generator=generator)
-        got = native.max_route(g, winners, target, (3, 4))
-        want = torch.zeros(n, channels, 12)
-        want.index_add_(2, target, (g[..., None] * winners).reshape(n, channels, -1))
-        if got is not None:
-            torch.testing.assert_close(got, want.view(n, channels, 3, 4))
+        size = 2 * cells[0], 2 * cells[1]
+        windows = make_windows(size, size, (2, 2), (2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
+        assume(windows.reach == (2, 2))
+        compare(lambda: ops.max_route(g, winners, windows))
 
     @quick
     @given(shape=st.tuples(few, channels, st.integers(1, 6), st.integers(1, 6)), maps=some(2))
     def test_counts_of_pixels(self, shape, maps):
         g = maps[0](draw_eighths(*shape, seed=1, most=16))
         count = maps[1](torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int16))
-        if native.can_scale(g, count):
-            got = native.scale_by_counts(g, count, (0.0, 1.0), (2 * shape[2], 2 * shape[3]), (2, 2))
+        if can_scale(g, count):
+            got = ops.scale_by_counts(g, count, (0.0, 1.0), (2 * shape[2], 2 * shape[3]), (2, 2))
             torch.testing.assert_close(got, g * count / 4)
 
 
@@ -305,13 +307,13 @@ def test_other_tensors_give_what_dense_ones_do():
         dense = tensor.detach().float().clone(memory_format=torch.contiguous_format)
         assert native.can_run(dense)
         assert not native.can_run(tensor), name
-        got, expected = (native.norm_act(t, None, None, native.RELU6, (2, 2)) for t in (tensor, dense))
+        got, expected = (ops.norm_act(t, None, None, ops.RELU6, (2, 2)) for t in (tensor, dense))
         for g, e in zip(got, expected, strict=True):
             assert g is not None
             assert e is not None
             torch.testing.assert_close(g.to(e.dtype), e, rtol=0, atol=0)
     assert not native.can_run(x[:0])
-    assert native.norm_act(x[:0], None, None, native.RELU6, (2, 2)).y.shape == (0, 6, 8, 10)
+    assert ops.norm_act(x[:0], None, None, ops.RELU6, (2, 2)).y.shape == (0, 6, 8, 10)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])

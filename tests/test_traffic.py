@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradfilter import Backward, Plan, apply_
+from gradfilter import Backward, Plan, apply_, ops
 from gradfilter.bench.profile import find_rows, make_inference, make_step
 from gradfilter.bench.traffic import count_bytes
 from gradfilter.ops import native
@@ -59,9 +59,9 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_changes(run, expe
 @native_only
 def test_a_map_inside_the_library_moves_nothing():
     maps, w, taps = torch.ones(2, 16, 8, 8).contiguous(memory_format=last), torch.ones(32, 16, 1, 1), torch.ones(32, 1, 3, 3)
-    end = native.Ending(None, None, None, native.RELU6, (4, 4))
+    end = ops.Ending(None, None, None, ops.RELU6, (4, 4))
     one = (1, 1)
-    moved = count_bytes(lambda: native.expand(maps, w, end, taps, one, one, one, (8, 8), end))
+    moved = count_bytes(lambda: ops.expand(maps, w, end, taps, one, one, one, (8, 8), end))
     x, y, cells = 4 * 2 * 16 * 64, 4 * 2 * 32 * 64, 2 * 32 * 4
     assert moved["gradfilter::expand"] == x + 4 * 32 * 16 + 4 * 32 * 9 + y + 2 * (4 + 1) * cells
 

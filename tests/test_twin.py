@@ -12,13 +12,20 @@ from torch._subclasses import FakeTensorMode
 
 import oracles
 from cases import draw
+from gradfilter import ops
 from gradfilter.geometry.axes import Axis, overlap_axis
 from gradfilter.geometry.convolution import cut_tiles, find_tiles, make_geometry
 from gradfilter.geometry.tiling import count_cells, is_nhwc, map_size
-from gradfilter.ops import native
+from gradfilter.geometry.windows import make_windows
+from gradfilter.ops import constants, conv_backward, conv_products, max_pooling, native
 from gradfilter.ops.constants import find_coefficients
+from gradfilter.ops.conv_backward import paired_gradients
+from gradfilter.ops.conv_products import lifted_gradients, prefers_shifts, product_gradients, separable_gradients
+from gradfilter.ops.native.backward import can_tile, tile_gradients
+from gradfilter.ops.native.pairs import can_pair, pair_gradients
+from gradfilter.ops.native.single import can_single, single_gradients
 from gradfilter.ops.pooling import apply_axes, unpool
-from gradfilter.rules import pooling, twin
+from gradfilter.rules.conv import as_pair
 
 quick = settings(deadline=None, max_examples=100)
 axes = st.builds(
@@ -47,20 +54,20 @@ def test_one_product_per_tap_gives_what_tap_matrices_on_unfolded_maps_give(rows,
     geometry = make_geometry(rows, columns, 1, False)
     g, kept = make_map(3, geometry.out_cells, layout, 1), make_map(2, geometry.in_cells, other, 2)
     w = draw(3, 2, rows.kernel, columns.kernel, seed=3).contiguous(memory_format=other)
-    want = twin.separable_gradients(g, kept, w, geometry, True)
-    gx, gw = twin.product_gradients(g, kept, w, geometry, need_gx)
+    want = separable_gradients(g, kept, w, geometry, True)
+    gx, gw = product_gradients(g, kept, w, geometry, need_gx)
     torch.testing.assert_close(gw, want[1])
     assert (gx is not None) == need_gx
     if gx is not None:
         torch.testing.assert_close(gx, want[0])
-        torch.testing.assert_close(twin.product_gradients(g, None, w, geometry, True), (gx, None))
+        torch.testing.assert_close(product_gradients(g, None, w, geometry, True), (gx, None))
 
 
 def test_products_write_the_weight_gradient_in_the_layout_of_a_channels_last_kernel():
     axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(8, (4, 4), torch.channels_last, seed) for seed in (1, 2))
-    gx, gw = twin.conv_gradients(g, kept, draw(8, 8, 3, 3), geometry, need_gx=True)
+    gx, gw = ops.conv_gradients(g, kept, draw(8, 8, 3, 3), geometry, need_gx=True)
     assert gx is not None
     assert gw is not None
     assert gx.is_contiguous(memory_format=torch.channels_last)
@@ -76,16 +83,16 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
     sizes, formats = (geometry.out_cells, geometry.in_cells), (layout, other)
     maps = [draw(n, channels, *cells, seed=i) for i, cells in enumerate(sizes)]
     w = draw(channels, 1, rows.kernel, columns.kernel, seed=3)
-    want = twin.separable_gradients(maps[0], maps[1], w, geometry, True)
+    want = separable_gradients(maps[0], maps[1], w, geometry, True)
     g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, formats, strict=True))
-    if not native.can_pair(g, kept, *geometry.pairs):
+    if not can_pair(g, kept, *geometry.pairs):
         assert not len(geometry.coefficients)  # a kernel that reads padding alone
         return
-    gx, gw = twin.paired_gradients(g, kept, w.float(), geometry, need_gx)
+    gx, gw = paired_gradients(g, kept, w.float(), geometry, need_gx)
     torch.testing.assert_close((gx, gw), want if need_gx else (None, want[1]), rtol=1e-4, atol=1e-4, check_dtype=False)
     if gx is not None:
         assert gx.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(twin.paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
+        assert torch.equal(paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kernel", "groups"), [(3, 16), (3, 1), (1, 1)])
@@ -94,7 +101,7 @@ def test_no_gradient_where_none_is_asked_for(kernel, groups):
     axis = Axis(kernel, 1, 1, kernel // 2, 12, 12, 4, 4)
     geometry = make_geometry(axis, axis, groups, False)
     g, w = make_map(16, (3, 3), torch.channels_last, 1).float(), draw(16, 16 // groups, kernel, kernel).float()
-    assert twin.conv_gradients(g, None, w, geometry, need_gx=False) == (None, None)
+    assert ops.conv_gradients(g, None, w, geometry, need_gx=False) == (None, None)
 
 
 threes = st.builds(
@@ -133,17 +140,17 @@ def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layou
     assert geometry.tiles is not None
     maps = draw(n, co, *geometry.out_cells, seed=1), draw(n, ci, *geometry.in_cells, seed=2)
     w = draw(co, ci, 3, 3, seed=3).contiguous(memory_format=other)
-    want = twin.separable_gradients(*maps, w, geometry, True)
+    want = separable_gradients(*maps, w, geometry, True)
     g, kept = (x.float().contiguous(memory_format=f) for x, f in zip(maps, (layout, other), strict=True))
-    assert native.can_tile(g, kept, w.float(), *geometry.tiles)
-    got = native.tile_gradients(g, kept, w.float(), *geometry.tiles, need_gx=need_gx)
+    assert can_tile(g, kept, w.float(), *geometry.tiles)
+    got = tile_gradients(g, kept, w.float(), *geometry.tiles, need_gx=need_gx)
     assert (got[0] is not None) == need_gx
     for mine, theirs in zip(got, want, strict=True):
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=3e-5 * float(theirs.abs().max()) + 1e-6)
             assert mine.is_contiguous(memory_format=torch.channels_last)
     if need_gx:
-        alone = native.tile_gradients(g, None, w.float(), *geometry.tiles, need_gx=True)
+        alone = tile_gradients(g, None, w.float(), *geometry.tiles, need_gx=True)
         assert torch.equal(alone[0], got[0])  # type: ignore[arg-type]
         assert alone[1] is None
 
@@ -183,11 +190,11 @@ def test_rounds_of_tiles_add_up(threads):
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(32, (40, 40), torch.channels_last, seed) for seed in (1, 2))
     w = draw(32, 32, 3, 3)
-    want = twin.product_gradients(g, kept, w, geometry, True)
+    want = product_gradients(g, kept, w, geometry, True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+        got = ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3, check_dtype=False)
@@ -212,11 +219,11 @@ def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channe
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(channels, geometry.out_cells, torch.channels_last, seed) for seed in (1, 2))
     w = draw(channels, channels, 3, 3)
-    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
-    twin.conv_gradients(g, kept, w, geometry, need_gx=True)
+    ops.conv_gradients(g, kept, w, geometry, need_gx=True)
     with native.off():
-        twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+        ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
 
 
@@ -240,9 +247,9 @@ def test_products_of_a_single_tap_give_those_of_whole_matrices(co, ci, cells, ke
     maps = draw(n, co, *cells, seed=1), draw(n, ci, *cells, seed=2), draw(co, ci, *kernel, seed=3)
     g, x, w = (v.float().contiguous(memory_format=layout) for v, layout in zip(maps, formats, strict=True))
     w = w if dense else torch.stack([w, w], 4)[..., 0]
-    assert native.can_single(g, x if needs[1] else None, w)
+    assert can_single(g, x if needs[1] else None, w)
     want = multiply_single(*maps)
-    got = native.single_gradients(g, x if needs[1] else None, w, need_gx=needs[0])
+    got = single_gradients(g, x if needs[1] else None, w, need_gx=needs[0])
     for mine, theirs, need in zip(got, want, needs, strict=True):
         assert (mine is not None) == need
         if mine is not None:
@@ -261,7 +268,7 @@ def test_products_of_a_single_tap_give_those_of_whole_matrices(co, ci, cells, ke
 def test_products_of_a_single_tap_are_the_same_on_any_number_of_threads(side, co, ci):
     maps = draw(4, co, side, side, seed=1), draw(4, ci, side, side, seed=2), draw(co, ci, 3, 3, seed=3)
     g, x, w = (v.float() for v in maps)
-    got = run_on_threads(lambda: native.single_gradients(g, x, w, need_gx=True))
+    got = run_on_threads(lambda: single_gradients(g, x, w, need_gx=True))
     check_sums(got, multiply_single(*maps))
 
 
@@ -283,9 +290,9 @@ def test_pairs_of_cells_are_the_same_on_any_number_of_threads(n, channels):
     g, kept = (x.float().contiguous(memory_format=torch.channels_last) for x in maps)
     coefficients = find_coefficients(geometry, w)
     q = (coefficients @ w.reshape(channels, -1).t()).float()
-    gx, gq = run_on_threads(lambda: native.pair_gradients(g, kept, q, *geometry.pairs))
+    gx, gq = run_on_threads(lambda: pair_gradients(g, kept, q, *geometry.pairs))
     gw = (coefficients.t() @ gq.double()).t().reshape(w.shape)
-    check_sums((gx, gw), twin.separable_gradients(maps[0], maps[1], w, geometry, True))
+    check_sums((gx, gw), separable_gradients(maps[0], maps[1], w, geometry, True))
 
 
 def run_on_threads(run):
@@ -311,7 +318,7 @@ def check_sums(got, want):
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 def test_long_sums_of_a_single_tap_round_as_short_ones_do():
     g, x = (torch.full((8, 1024, 32, 32), 0.1).contiguous(memory_format=torch.channels_last) for _ in range(2))
-    _, gw = native.single_gradients(g, x, torch.ones(1024, 1024, 1, 1), need_gx=False)
+    _, gw = single_gradients(g, x, torch.ones(1024, 1024, 1, 1), need_gx=False)
     assert gw is not None
     torch.testing.assert_close(gw.double(), torch.full(gw.shape, 8192 * float(g[0, 0, 0, 0]) ** 2).double(), rtol=5e-6, atol=0)
 
@@ -333,7 +340,7 @@ def test_the_library_does_not_read_what_it_cannot(kind, wrong):
     geometry = make_geometry(axis, axis, groups, lumped)
     g, kept = (make_map(16, (4, 4), torch.channels_last, seed).float() for seed in (1, 2))
     with pytest.raises((RuntimeError, ValueError)):
-        twin.conv_gradients(g, WRONG[wrong](kept), draw(16, ci, 3, 3).float(), geometry, need_gx=True)
+        ops.conv_gradients(g, WRONG[wrong](kept), draw(16, ci, 3, 3).float(), geometry, need_gx=True)
 
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
@@ -343,10 +350,10 @@ def test_negated_views_keep_their_sign(kind):
     geometry = make_geometry(axis, axis, groups, lumped)
     g, kept = (make_map(16, (4, 4), torch.channels_last, seed).float() for seed in (1, 2))
     w = draw(16, ci, 3, 3).float()
-    want = twin.conv_gradients(g, kept, w, geometry, need_gx=True)
+    want = ops.conv_gradients(g, kept, w, geometry, need_gx=True)
     turn = torch._neg_view
     for turned in ((turn(g), -kept, -w), (-g, turn(kept), -w), (-g, -kept, turn(w))):
-        got = twin.conv_gradients(*turned, geometry, need_gx=True)
+        got = ops.conv_gradients(*turned, geometry, need_gx=True)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -367,12 +374,12 @@ def test_products_of_a_single_tap_are_the_librarys_in_single_precision(co, ci, c
     geometry = make_geometry(axis, axis, 1, True)
     g, kept = (make_map(channels, cells, torch.channels_last, seed) for seed, channels in enumerate((co, ci)))
     w = draw(co, ci, 3, 3)
-    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
     for dtype in (torch.float64, torch.bfloat16):
-        twin.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
+        ops.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
     with native.off():
-        twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+        ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
 
 
@@ -384,15 +391,15 @@ def test_a_small_partial_patch_is_not_mixed():
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 def test_pairs_are_the_way_of_depthwise_kernels_in_single_precision(monkeypatch):
     calls = []
-    monkeypatch.setattr(twin, "paired_gradients", lambda *arguments: calls.append(arguments) or (None, None))
+    monkeypatch.setattr(conv_backward, "paired_gradients", lambda *arguments: calls.append(arguments) or (None, None))
     axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
     geometry = make_geometry(axis, axis, 16, False)
     g, kept = (make_map(16, (4, 4), torch.channels_last, seed) for seed in (1, 2))
     w = draw(16, 1, 3, 3)
-    twin.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
+    ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == 1
     for dtype in (torch.float64, torch.bfloat16):
-        twin.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
+        ops.conv_gradients(g.to(dtype), kept.to(dtype), w.to(dtype), geometry, need_gx=True)
     assert len(calls) == 1
 
 
@@ -406,10 +413,10 @@ def test_shifted_maps_give_the_gradient_of_a_lifted_kernel(rows, columns, need_g
                ((3, geometry.out_cells), (2, geometry.in_cells)))  # fmt: skip
     assume(all(a.stride == 1 and a.dilation == 1 and min(a.before, a.after) >= 0 for a in lifts))  # type: ignore[union-attr]
     w = draw(3, 2, rows.kernel, columns.kernel, seed=3)
-    want = twin.lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
+    want = lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twin, "prefers_shifts", lambda *arguments: True)
-        got = twin.lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
+        patch.setattr(conv_products, "prefers_shifts", lambda *arguments: True)
+        got = lifted_gradients(g, kept, w, geometry, lifts, need_gx)  # type: ignore[arg-type]
     torch.testing.assert_close(got, want)
 
 
@@ -418,14 +425,14 @@ def test_only_large_maps_are_shifted():
         axis = Axis(3, 1, 1, 1, size, size, 1, 1)
         geometry = make_geometry(axis, axis, 1, False)
         g, kept = (torch.zeros(1, 100, size, size).contiguous(memory_format=torch.channels_last) for _ in range(2))
-        assert twin.prefers_shifts(g, kept, geometry, geometry.lifts) == large  # type: ignore[arg-type]
-        assert not twin.prefers_shifts(g.bfloat16(), kept.bfloat16(), geometry, geometry.lifts)  # type: ignore[arg-type]
-        assert not twin.prefers_shifts(g.contiguous(), kept, geometry, geometry.lifts)  # type: ignore[arg-type]
+        assert prefers_shifts(g, kept, geometry, geometry.lifts) == large  # type: ignore[arg-type]
+        assert not prefers_shifts(g.bfloat16(), kept.bfloat16(), geometry, geometry.lifts)  # type: ignore[arg-type]
+        assert not prefers_shifts(g.contiguous(), kept, geometry, geometry.lifts)  # type: ignore[arg-type]
 
 
 def find_taps(like, size):
     axis = Axis(3, 1, 1, 1, size, size, 2, 2)
-    return twin.find_taps(make_geometry(axis, axis, 1, False), like)[0]
+    return constants.find_taps(make_geometry(axis, axis, 1, False), like)[0]
 
 
 def test_constants_are_held():
@@ -463,13 +470,12 @@ def test_winners_are_counted_alike(size, kernel, stride, padding, dilation, ceil
     x = make_map(3, size, layout, 4)
     y, indices = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
     assume(torch.isfinite(y).all())
-    spans = pooling.find_spans(map_size(y), kernel, stride, padding, dilation)
     patch = min(in_patch[0], size[0]), min(in_patch[1], size[1])
     cells = min(out_patch[0], y.shape[2]), min(out_patch[1], y.shape[3])
-    windows = pooling.find_windows(size, patch, map_size(y), cells, spans)
-    assume(windows.reach[0] * windows.reach[1] * windows.bits <= pooling.DOUBLE)
-    want = pooling.count_scattered(indices, windows)
-    assert torch.equal(pooling.count_packed(indices, windows), want)
+    windows = make_windows(size, map_size(y), patch, cells, *map(as_pair, (kernel, stride, padding, dilation)))
+    assume(windows.reach[0] * windows.reach[1] * windows.bits <= max_pooling.DOUBLE)
+    want = max_pooling.count_scattered(indices, windows)
+    assert torch.equal(max_pooling.count_packed(indices, windows), want)
     assert torch.equal(want.sum(-1)[0, 0], oracles.pool(torch.ones_like(y[:1, :1]), cells, "sum")[0, 0].to(torch.uint8))
 
 

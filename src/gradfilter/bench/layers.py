@@ -18,7 +18,7 @@ from gradfilter.geometry.axes import Axis
 from gradfilter.geometry.convolution import Geometry, make_geometry
 from gradfilter.geometry.tiling import Pair, count_cells
 from gradfilter.measure import take_turns
-from gradfilter.ops.conv_gradients import conv_gradients
+from gradfilter.ops.conv_backward import conv_gradients
 from gradfilter.ops.pooling import pool_mean, pool_sum
 from gradfilter.plan import Plan
 

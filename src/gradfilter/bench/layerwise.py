@@ -16,7 +16,7 @@ from gradfilter.geometry.axes import Axis
 from gradfilter.geometry.convolution import Geometry, make_geometry
 from gradfilter.geometry.tiling import Pair, Tiling, map_size
 from gradfilter.ops.constants import make_areas
-from gradfilter.ops.conv_gradients import conv_gradients
+from gradfilter.ops.conv_backward import conv_gradients
 from gradfilter.ops.pooling import apply_axes, pool_mean, pool_sum
 from gradfilter.plan import Plan, resolve
 from gradfilter.rules.conv import as_pair, resolve_padding

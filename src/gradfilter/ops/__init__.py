@@ -5,10 +5,10 @@ tensors and geometry alone: no carriers, no plans, no rules.
 """
 
 from gradfilter.ops.activation import count_steep, norm_act, scale_by_counts
-from gradfilter.ops.conv_gradients import conv_gradients, conv_norm_gradients
+from gradfilter.ops.conv_backward import conv_gradients, conv_norm_gradients
 from gradfilter.ops.convolution import convolve, expand, fold_norm
 from gradfilter.ops.loss import cross_entropy_gradient
-from gradfilter.ops.max_pool import max_pool, max_route
+from gradfilter.ops.max_pooling import max_pool, max_route
 from gradfilter.ops.native.affine import FixedNorm
 from gradfilter.ops.native.values import (
     CLAMP,

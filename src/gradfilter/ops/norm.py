@@ -164,8 +164,8 @@ def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradi
     scale = (norm.var + norm.eps).rsqrt()
     scale = scale if norm.gamma is None else norm.gamma * scale
     total = g.sum((0, 2, 3)).to(scale.dtype)
-    known = g.is_meta or (g.is_cpu and (norm.gamma is None or bool(norm.gamma.all())))
-    return ScaledGradient(scale, total, g * scale[:, None, None] if scales and g.dtype == scale.dtype and known else None)
+    scales = scales and g.dtype == scale.dtype and (g.is_meta or (g.is_cpu and (norm.gamma is None or bool(norm.gamma.all()))))
+    return ScaledGradient(scale, total, g * scale[:, None, None] if scales else None)
 
 
 @operator(kernel=affine.finish_norm_gradients, registers=False)

@@ -17,7 +17,7 @@ from gradfilter.geometry.convolution import Geometry, make_geometry
 from gradfilter.geometry.tiling import Pair, make_pair, map_size
 from gradfilter.keep import FULL, Kept, Tucker
 from gradfilter.keep.base import load, save
-from gradfilter.ops.conv_gradients import run_conv_norm
+from gradfilter.ops.conv_backward import run_conv_norm
 from gradfilter.ops.pooling import apply_axes, pool_mean
 from gradfilter.recipe import Recipe, surround
 from gradfilter.regions import Choices

@@ -54,6 +54,8 @@ def check_conv(
 
 def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients | None:
     """Return the gradients by the library where it has a kernel that is the cheapest way, else `None`."""
+    if kept is None and not need_gx:
+        return None, None
     if geometry.is_single_tap:
         if geometry.groups > 1 or not prefers_single(g, kept, w) or not is_sized(g, kept, w, geometry):
             return None
