@@ -33,4 +33,4 @@ def test_examples_are_the_same_whatever_is_imported(tmp_path, monkeypatch):
 def test_the_chosen_profile_holds_for_settings_made_at_import(request):
     chosen = request.config.getoption("--hypothesis-profile") or "same"
     assert settings.get_current_profile_name() == chosen
-    assert made_at_import.derandomize == settings.default.derandomize == (chosen == "same")
+    assert made_at_import.derandomize == settings().derandomize == (chosen == "same")
