@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from gradfilter import native
+from skips import describe_skips
 
 # Tests run in several processes: one thread each, or they wait for each other's cores.
 torch.set_num_threads(1)
@@ -29,6 +30,15 @@ if not hasattr(providers, "_get_local_constants"):
     )
 NO_CONSTANTS = providers.Constants()
 providers._get_local_constants = lambda: NO_CONSTANTS
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was skipped, and how to run it."""
+    reasons = [str(report.longrepr[-1]) for report in terminalreporter.getreports("skipped")]
+    if reasons:
+        terminalreporter.section("tests skipped")
+        for line in describe_skips(reasons):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture
