@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
+MINUTES ?= 10
 
-.PHONY: setup native sanitize demo test test-torch lint bench clean
+.PHONY: setup native sanitize demo test test-torch fuzz lint bench clean
 
 setup: .venv/.ready
 
@@ -40,6 +41,10 @@ test: setup
 # All of it as it runs where the C library was not built; the tests of the library itself are skipped.
 test-torch: setup
 	GRADFILTER_NATIVE=0 $(BIN)/python -m pytest -n $(WORKERS)
+
+# New examples, round after round, for the tests that Hypothesis drives. It prints how to repeat what fails.
+fuzz: setup
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --workers $(WORKERS)
 
 lint: setup
 	$(BIN)/ruff check .

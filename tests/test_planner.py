@@ -215,6 +215,18 @@ def test_a_step_of_a_drawn_network_holds_no_more_than_its_budget(model, count, s
     assert whole.cosine >= chosen.cosine
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_option_gains_more_than_its_layers_energy(frozen):
+    """The bound of a search relies on it: by Cauchy-Schwarz it holds of gradients, over one batch and over several."""
+    model = copy.deepcopy(make_net("residual"))
+    model.left[0].weight.requires_grad_(not frozen)  # then the layer has the parameters of its norm only
+    known = survey(model, [make_batch(seed=seed) for seed in range(3)], None, make_batch()[:1], kinds=KINDS)
+    assert (known.found**2 <= known.squares * known.energies[:, None] * (1 + 1e-9)).all()
+    assert (known.gains <= known.energies[:, None] * (1 + 1e-9)).all()
+    np.testing.assert_allclose(known.gains[:, -1], known.energies, rtol=1e-6)  # the last option is exact
+    assert 0 < known.energies.sum() <= known.total * (1 + 1e-9)
+
+
 def test_several_keeps_in_one_run_find_what_each_finds_alone():
     model, batch = make_net("residual"), make_batch()
     known = survey(model, [batch], None, batch[:1], kinds=KINDS)

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradfilter.plan import Backward
@@ -13,14 +13,17 @@ from gradfilter.survey import FLOPS, MEMORY, Costs, Survey
 
 
 def draw_survey(seed, layers=4, families=3, resources=(MEMORY,), keeps=1):
-    """Return an invented survey: finer families find more and cost more, as in life; some layers lack some keeps."""
+    """Return an invented survey: finer families find more and cost more, as in life; some layers lack some keeps.
+
+    As in life, too, no option gains more than the layer's energy: |ĝ|² is at least ⟨ĝ, g⟩² / |g|².
+    """
     generator = np.random.default_rng(seed)
     options = families * keeps
     energies = generator.lognormal(0, 1.5, layers)
     shares = np.sort(generator.uniform(0, 1, (layers, options)), 1)
     shares[:, -1] = 1
     found = energies[:, None] * shares
-    squares = found * generator.uniform(0.8, 1.2, found.shape)
+    squares = found * generator.uniform(np.maximum(shares, 0.8), 1.2)
     squares[:, -1] = found[:, -1]
     lacking = (generator.uniform(size=(layers, options)) < 0.2) & (np.arange(options) % keeps < keeps - 1)
     costs = {}
@@ -61,8 +64,16 @@ def is_allowed(survey, plan):
     return bool(families) and has and families == sorted(families)
 
 
+@given(st.integers(0, 10**6))
+def test_invented_surveys_gain_no_more_than_a_layers_energy(seed):
+    survey = draw_survey(seed, keeps=4)
+    assert (survey.gains <= survey.energies[:, None] * (1 + 1e-12)).all()
+    assert survey.energies.sum() <= survey.total
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(4, 3, 1), (3, 2, 3), (2, 3, 4)]))
+@example(61, (2, 3, 4))  # once drawn with gains above a layer's energy: a plan then exceeded the bound
 def test_plans_are_the_best_of_all_at_every_budget(seed, sizes):
     layers, families, keeps = sizes
     survey = draw_survey(seed, layers, families, keeps=keeps)

@@ -55,7 +55,10 @@ class Front:
         return float(self.costs[resource][self.cosines > 0].min())
 
     def find_bound(self, budgets: Mapping[str, float]) -> float:
-        """Return a gain that no plan within the budgets can exceed: the least Lagrangian dual of all prices."""
+        """Return a gain that no plan within the budgets can exceed: the least Lagrangian dual of all prices.
+
+        No plan gains more than 1 whatever its budget, see `Survey.gains`.
+        """
         allowed = sum(self.prices[resource] * budget for resource, budget in budgets.items())
         return min(1.0, float(np.min(self.duals + allowed)))
 

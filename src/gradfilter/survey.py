@@ -82,7 +82,11 @@ class Survey:
 
     @property
     def gains(self) -> Array:
-        """The energy of the exact gradient that a layer finds in an option: ⟨ĝ, g⟩² / |ĝ|², nothing where they point apart."""
+        """The energy of the exact gradient that a layer finds in an option: ⟨ĝ, g⟩² / |ĝ|², nothing where they point apart.
+
+        A gain is at most the layer's energy |g|², by the Cauchy-Schwarz inequality: ⟨ĝ, g⟩² ≤ |ĝ|²·|g|². That holds for sums
+        over batches as well, because all three run over the same batches. So no plan gains more than `total`.
+        """
         return np.where(self.found > 0, self.found**2 / np.maximum(self.squares, 1e-300), 0.0)
 
     def cosine(self, choices: NDArray[np.int64]) -> Array:
