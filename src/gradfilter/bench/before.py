@@ -58,7 +58,7 @@ PLANS = ("all:grid4", "last4:patch2", "all:patch1")
 BATCHES = (1, 8, 32)
 THREADS = (1, 2)
 ROUNDS = 15
-WARM = 2
+WARM = 1
 MOST, SHORT = 4, 3.0
 PLAN = re.compile(r"(all|last\d+):(patch|grid)(\d+)")
 BEFORE, NOW = "before", "now"
@@ -185,8 +185,9 @@ def make_remarks(rows: Sequence[Mapping[str, Any]], rounds: int) -> list[str]:
     largest = max(row["gradients"]["difference"] for row in rows)
     errors = [error for row in rows for error in row["error at patch 1"] or ()]
     return [
-        f"Of {len(rows)} rows. Now / before: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}; "
-        f"1 is outside of the quartiles in {apart}. Saved bytes: equal in {same}, predicted to the byte by both versions in "
+        f"Of {len(rows)} rows. Now / before: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to "
+        f"{max(ratios):.3f}; 1 is outside of the quartiles in {apart}. Saved bytes: equal in {same}, predicted to the byte by "
+        "both versions in "
         f"{predicted}. Gradients: bit-equal in {equal}, difference {largest:.0e} at most. Error at patch 1: {max(errors):.0e} "
         "at most.",
         "Both versions run in one process, each with "
@@ -195,7 +196,7 @@ def make_remarks(rows: Sequence[Mapping[str, Any]], rounds: int) -> list[str]:
         "has two values, the older version's is first.",
         f"Ms: forward and loss, backward and SGD update, median of {rounds} steps, of more where they are short. Now / before: "
         "median of the ratios of two steps that follow each other; which version is first changes from round to round, and "
-        f"{WARM} rounds warm up. Quartiles are those of these ratios.",
+        "a first round warms up. Quartiles are those of these ratios.",
         "Saved bytes: what autograd holds after forward and loss, the labels with it, measured by each version; predicted: on "
         "shapes alone. Gradients: float32, largest over all parameters of the relative difference of the two versions, by "
         f"norm; a gradient below {FLOOR:.0e} of the network's largest is held against that. Error at patch 1: the same layers "
@@ -299,7 +300,7 @@ def find_loss(labels: Tensor | None, outputs: Any) -> Tensor:
 
 
 def alternate(runs: Mapping[str, Callable[[], Seconds]], rounds: int) -> dict[str, list[Seconds]]:
-    """Return the steps of each version; who is first changes in every round, and the first rounds warm up.
+    """Return the steps of each version; who is first changes in every round, and a first round warms up.
 
     In this way each follows the other as often as itself, and none always finds the caches as the other has left them. Short
     steps, which vary most, get more rounds: up to `MOST` times as many, for `SHORT` seconds.
