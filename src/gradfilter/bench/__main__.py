@@ -12,6 +12,7 @@ from typing import Any
 from gradfilter.bench import (
     accuracy,
     approximation,
+    before,
     cache,
     coverage,
     fidelity,
@@ -84,6 +85,18 @@ def main(argv: list[str] | None = None) -> int:
     sub = add(commands, "profile", model="mobilenet_v2", batch=32, pixels=224, rounds=5, threads=1)
     sub.add_argument("--choice", default="patch4", help="patch4, grid4, …")
     add(commands, "cache", **trained, pixels=176, images=512, batch=32, rounds=3, threads=1)
+    sub = add(commands, "before", pixels=224, rounds=before.ROUNDS)
+    sub.add_argument("--package", type=Path, required=True, metavar="FOLDER", help="where pip has installed the older version")
+    sub.add_argument("--commit", help="of the older version (default: what FOLDER/COMMIT says)")
+    for name, usual in (
+        ("model", before.MODELS),
+        ("plan", before.PLANS),
+        ("batch", before.BATCHES),
+        ("threads", before.THREADS),
+    ):
+        listed = f"(default: {' '.join(map(str, usual))})"
+        sub.add_argument(f"--{name}", type=type(usual[0]), nargs="+", metavar=name[0].upper(), help=listed)
+    sub.add_argument("--quick", action="store_true", help="where not said otherwise, one model, batches 1 and 8, one thread")
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
@@ -113,6 +126,10 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "profile":
             choice = re.sub(r"(?<=[a-z])(?=[0-9])", " ", args.choice)
             reports = [profile.measure(args.model, choice, args.batch, args.pixels, args.rounds, args.threads)]
+        elif args.command == "before":
+            lists = {"models": args.model, "plans": args.plan, "batches": args.batch, "threads": args.threads}
+            choices = before.make_choices(args.quick, **lists, pixels=args.pixels, rounds=args.rounds)
+            reports = [before.measure(args.package, args.commit, choices)]
         elif args.command == "layers":
             reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
         else:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -290,8 +290,13 @@ def measure_error(model: nn.Module, images: Tensor) -> float:
     """Return the largest relative difference to the exact gradient at patch 1, over all parameters."""
     exact = find_gradients(freeze_statistics_(model.train()), images)
     gradients = find_gradients(apply_(model.train(), Plan.all(Backward(patch=1))), images)
+    return find_difference(exact, gradients)
+
+
+def find_difference(exact: Mapping[str, Tensor], gradients: Mapping[str, Tensor], floor: float = FLOOR) -> float:
+    """Return the largest relative difference of gradients to the exact ones, over all parameters; see `FLOOR`."""
     largest = max(float(g.norm()) for g in exact.values())
-    return max(float((gradients[k] - g).norm() / (g.norm() + FLOOR * largest)) for k, g in exact.items())
+    return max(float((gradients[k] - g).norm() / (g.norm() + floor * largest)) for k, g in exact.items())
 
 
 def find_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
