@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
+from gradfilter.native.task import FLOAT, INT32, INT64, POINTER, Record, Task
 
-_TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
-"""`gf_backward` of backward.h."""
-TILE = np.dtype([*((name, "i4") for name in ("out", "outs", "in", "seen", "positions", "plain")), ("mix", "f4", (4, 4))])
+_AXIS = Record("tile_axis", (POINTER, "tiles"), (INT64, "count in out"), (f"{FLOAT}[4][3]", "taps"))
+_TASK = Task(Record("backward", (_AXIS, "rows columns"), (INT64, "n co ci"), (POINTER, "g x w gx gw")))
+TILE = Record("axis_tile", (INT32, "out outs in seen positions plain"), (f"{FLOAT}[4][4]", "mix")).make_dtype()
 """`gf_axis_tile` of backward.h."""
 
 
@@ -67,5 +67,5 @@ def tile_gradients(
     gw = None if x is None else empty((co, 3, 3, ci))
     tensors = (g, x, kernel, gx, gw)
     pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call("backward", _TASK.pack(*rows.fields, *columns.fields, len(g), co, ci, *pointers), *tensors)
+    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, len(g), co, ci, *pointers), *tensors)
     return gx, None if gw is None else gw.permute(0, 3, 1, 2)

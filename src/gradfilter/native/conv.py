@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,14 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter.native.fused import as_floats
+from gradfilter.native.fused import NORM_ACT, as_floats
 from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import torch_norm_act
+from gradfilter.native.task import INT64, POINTER, Record, Task
 from gradfilter.native.values import NO_CELLS, Act, Cells, Ending, Fused, Pair, count_dtype, is_smooth
 
-_HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
-"""How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
+_BEGIN, _SIZES = ((NORM_ACT, "after"), (POINTER, "x weight scale shift")), "h w kh kw sh sw dh dw top left"
+DEPTHWISE = Record("depthwise", *_BEGIN, (INT64, _SIZES))
+DENSE = Record("dense", *_BEGIN, (INT64, f"inputs {_SIZES}"))
+_TASKS = {"depthwise": Task(DEPTHWISE), "dense": Task(DENSE), "winograd": Task(DENSE, "winograd")}
+_HEAD, _POINTERS, _DEPTHWISE_TAIL = DEPTHWISE.split("after.x", "h")
+_, _, _DENSE_TAIL = DENSE.split("after.x", "inputs")
+"""Both begin alike. Only the pointers change from step to step; what is around them is packed once."""
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
 _MANY_INPUTS = 768
@@ -140,7 +145,7 @@ def convolve(
     cells = make_cells(shape, end) if cells is None else cells
     where = stride, dilation, padding
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
-    call(kernel, task, *held, residual, y, *cells)
+    call(_TASKS[kernel], task, *held, residual, y, *cells)
     return Fused(y, *cells)
 
 
@@ -240,6 +245,5 @@ def _make_head(shape: tuple[int, ...], patch: Pair, act: Act, count: int) -> byt
 @lru_cache(maxsize=4096)
 def _make_tail(kernel: str, x: tuple[int, ...], w: tuple[int, ...], stride: Pair, dilation: Pair, padding: Pair) -> bytes:
     """Return what a task ends with, for an input and a weight of these shapes."""
-    inputs = () if kernel == "depthwise" else (x[1],)
-    numbers = (*inputs, *x[2:], *w[2:], *stride, *dilation, *padding)
-    return struct.pack(f"{len(numbers)}q", *numbers)
+    numbers = (*x[2:], *w[2:], *stride, *dilation, *padding)
+    return _DEPTHWISE_TAIL.pack(*numbers) if kernel == "depthwise" else _DENSE_TAIL.pack(x[1], *numbers)

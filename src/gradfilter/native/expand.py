@@ -7,11 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradfilter.native.conv import can_convolve, can_finish, convolve, give_cells, make_cells, pack_task, prefers
+from gradfilter.native.conv import (
+    DENSE,
+    DEPTHWISE,
+    can_convolve,
+    can_finish,
+    convolve,
+    give_cells,
+    make_cells,
+    pack_task,
+    prefers,
+)
 from gradfilter.native.library import call, is_plain
 from gradfilter.native.memory import empty
+from gradfilter.native.task import Record, Task
 from gradfilter.native.values import Cells, Ending, Expanded, Fused, Pair
 
+_TASK = Task(Record("expand", (DENSE, "first"), (DEPTHWISE, "second")))
 _PANEL = 32
 """Channels of the smallest unit of work at the widest level."""
 _FEW_PIXELS = 36
@@ -93,5 +105,5 @@ def expand(
     first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)
     where = stride, dilation, padding
     second, also = pack_task("depthwise", None, shape, taps, out_shape, end, None, out.y, Cells(*out[1:]), *where)
-    call("expand", first + second, *held, *cells, *also, *out)
+    call(_TASK, first + second, *held, *cells, *also, *out)
     return Expanded(cells, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +10,17 @@ from torch import Tensor
 
 from gradfilter.native.library import CHANNELS, call, can_run, is_here
 from gradfilter.native.memory import empty
+from gradfilter.native.task import INT64, MAP, POINTER, Record, Task
 from gradfilter.native.values import Pair, count_cells, count_dtype
 
-_TASK = struct.Struct("6q 2i 6Q 9q")
-"""`gf_max_pool` of maxpool.h."""
-_ROUTE = struct.Struct("6q 4Q")
-"""`gf_max_route` of maxpool.h."""
+_TASK = Task(
+    Record(
+        "max_pool",
+        *((MAP, "map"), (POINTER, "x y mean winners rows columns")),
+        (INT64, "h w kh kw dh dw places across count_bytes"),
+    )
+)
+_ROUTE = Task(Record("max_route", (INT64, "n c cells in_cells places count_bytes"), (POINTER, "g winners target gx")))
 MOST_PLACES = 255
 """Places in reach that a byte can name: those of the winners at patch 1."""
 
@@ -87,7 +91,7 @@ def max_pool(x: Tensor, rows: Taps, columns: Taps, patch: Pair) -> Pooled:
         *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
         *(places, columns.reach, 0 if named else winners.element_size()),
     )
-    call("max_pool", task, x, y, mean, winners)
+    call(_TASK, task, x, y, mean, winners)
     return Pooled(y, mean, winners)
 
 
@@ -109,7 +113,7 @@ def max_route(g: Tensor, winners: Tensor, target: Tensor, in_cells: Pair) -> Ten
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
     size = (n, c, h * w, in_cells[0] * in_cells[1], len(target) // (h * w), 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
-    call("max_route", task, g, winners, target, gx, gx)
+    call(_ROUTE, task, g, winners, target, gx, gx)
     return gx.permute(0, 3, 1, 2)
 
 

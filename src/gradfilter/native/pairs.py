@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from gradfilter.native.library import CHANNELS, call, can_run, is_plain
 from gradfilter.native.memory import empty
+from gradfilter.native.task import INT64, POINTER, Record, Task
 
-_TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
-"""`gf_pairs` of pairs.h."""
+_AXIS = Record("pair_axis", (POINTER, "start pairs"), (INT64, "in out coefficients"))
+_TASK = Task(Record("pairs", (_AXIS, "rows columns"), (INT64, "n c"), (POINTER, "g x q gx gq")))
 _MOST_COEFFICIENTS = 256
 """Those of one channel: with more of them, a unit of work would not stay in the cache."""
 
@@ -68,5 +68,5 @@ def pair_gradients(
     gq = None if x is None else empty((rows.coefficients * columns.coefficients, c))
     tensors = (g, x, q, gx, gq)
     pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call("pairs", _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers), *tensors)
+    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers), *tensors)
     return gx, gq

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,11 @@ from gradfilter.native.fused import memory_format, run_pass
 from gradfilter.native.library import DTYPES, call, can_run, is_plain
 from gradfilter.native.memory import empty
 from gradfilter.native.reference import pool, torch_unpool
+from gradfilter.native.task import FLOAT, INT64, MAP, POINTER, Record, Task
 from gradfilter.native.values import IDENTITY, Pair, count_cells
 
-_TASK = struct.Struct("6q 2i 2Q")
-"""`gf_unpool` of kernels.h."""
-_SLOPE = struct.Struct("6q 2i 3Q 2f q")
-"""`gf_slope` of kernels.h."""
+_TASK = Task(Record("unpool", (MAP, "map"), (POINTER, "cells y")))
+_SLOPE = Task(Record("slope", (MAP, "map"), (POINTER, "g counts gx"), (FLOAT, "low high"), (INT64, "count_bytes")))
 
 
 def pool_mean(x: Tensor, patch: Pair) -> Tensor:
@@ -57,7 +54,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair) -> Tensor:
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     layout = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
     task = _TASK.pack(n, c, *size, *patch, *layout, x_bar.data_ptr(), y.data_ptr())
-    call("unpool", task, x_bar, y)
+    call(_TASK, task, x_bar, y)
     return y
 
 
@@ -82,5 +79,5 @@ def scale_by_counts(g: Tensor, count: Tensor, slopes: tuple[float, float], size:
     layout = (not g.is_contiguous(), DTYPES[g.dtype])
     pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
     task = _SLOPE.pack(*g.shape[:2], *size, *patch, *layout, *pointers, *slopes, count.element_size())
-    call("slope", task, g, count, gx)
+    call(_SLOPE, task, g, count, gx)
     return gx
