@@ -89,7 +89,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def _read_description(library: ctypes.CDLL) -> str:
     """Return what the library tells of its structs, tasks and constants."""
-    size = library.gf_describe(None, 0)
+    size = max(library.gf_describe(None, 0), 0)
     text = ctypes.create_string_buffer(size + 1)
     library.gf_describe(text, size + 1)
     return text.value.decode(errors="replace")

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Record:
     Attributes:
         name: Its name in C, without the `gf_`.
         fields: The type of each field by its name, in order.
+        format: Its fields as `struct` has them.
+        alignment: The code of the number that it is aligned as.
         size: Its bytes.
         pack: Return its bytes for one value per field, those of a struct or an array one by one.
         unpack: Return the values in its bytes.
@@ -49,7 +52,8 @@ class Record:
             raise ValueError(f"there is a struct {name!r} already; give this one another name")
         self.name = name
         self.fields = {field: kind for kind, names in fields for field in names.split()}
-        self.format = "".join(_find_format(kind) for kind in self.fields.values())
+        self._leaves = [leaf for field, kind in self.fields.items() for leaf in _find_leaves(field, kind)]
+        self.format = "".join(code for _, code in self._leaves)
         self.alignment = max((_find_alignment(kind) for kind in self.fields.values()), key=_measure_alignment)
         whole = struct.Struct(f"@{self.format}0{self.alignment}")
         self.size, self.pack, self.unpack = whole.size, whole.pack, whole.unpack
@@ -57,15 +61,11 @@ class Record:
 
     def split(self, *starts: str) -> list[struct.Struct]:
         """Return what packs its parts, which begin at the first field and at each of `starts`, such as "after.x"."""
-        leaves = dict(self._find_leaves())
-        codes, cuts = list(leaves.values()), [list(leaves).index(start) for start in starts]
-        parts = [
-            struct.Struct(f"@{''.join(codes[begin:end])}0{self.alignment}")
-            for begin, end in zip([0, *cuts], [*cuts, len(codes)], strict=True)
-        ]
-        if sum(part.size for part in parts) != self.size:
-            raise ValueError(f"{self.name} has numbers side by side that {starts} would part")
-        return parts
+        names, codes = zip(*self._leaves, strict=True)
+        cuts, step = [names.index(start) for start in starts], _measure_alignment(self.alignment)
+        if any(struct.calcsize(f"@{''.join(codes[:cut])}0{codes[cut][-1]}") % step for cut in cuts):
+            raise ValueError(f"{self.name} cannot be packed in parts from {starts}: not all of these are aligned as it is")
+        return [struct.Struct(f"@{''.join(codes[a:b])}0{self.alignment}") for a, b in pairwise([0, *cuts, len(codes)])]
 
     def make_dtype(self) -> np.dtype:
         """Return the numpy type of an array of such structs."""
@@ -84,18 +84,9 @@ class Record:
         """Yield the name, the type, the offset and the bytes of each field."""
         before = "@"
         for field, kind in self.fields.items():
-            code = _find_format(kind)
             offset = struct.calcsize(f"{before}0{_find_alignment(kind)}")
-            before += code
+            before += "".join(code for _, code in _find_leaves(field, kind))
             yield field, kind if isinstance(kind, str) else kind.name, offset, struct.calcsize(before) - offset
-
-    def _find_leaves(self) -> Iterator[tuple[str, str]]:
-        """Yield the codes of all numbers and arrays, by their names: those of a struct behind its own."""
-        for field, kind in self.fields.items():
-            if isinstance(kind, str):
-                yield field, _find_format(kind)
-            else:
-                yield from ((f"{field}.{leaf}", code) for leaf, code in kind._find_leaves())
 
 
 class Task:
@@ -152,13 +143,13 @@ def _parse(kind: str) -> tuple[str, list[int]]:
     return base, [int(n) for n in shape]
 
 
-def _find_format(kind: str | Record) -> str:
-    """Return a type as `struct` writes it; a struct between two marks that align its start and its end."""
+def _find_leaves(field: str, kind: str | Record) -> list[tuple[str, str]]:
+    """Return name and code of the number or array in a field, or of all in a struct, between two marks that align its ends."""
     if isinstance(kind, Record):
-        mark = f"0{kind.alignment}"
-        return f"{mark}{kind.format}{mark}"
+        mark = ("", f"0{kind.alignment}")
+        return [mark, *((f"{field}.{leaf}" if leaf else "", code) for leaf, code in kind._leaves), mark]
     base, shape = _parse(kind)
-    return f"{math.prod(shape)}{_CODES[base]}" if shape else _CODES[base]
+    return [(field, f"{math.prod(shape)}{_CODES[base]}" if shape else _CODES[base])]
 
 
 def _find_alignment(kind: str | Record) -> str:
