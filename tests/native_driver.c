@@ -4,18 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "backward.h"
-#include "conv.h"
-#include "maxpool.h"
-#include "pairs.h"
-#include "single.h"
-
-int gf_norm_act_map(const void *, int), gf_unpool_map(const void *, int), gf_slope_map(const void *, int);
-int gf_depthwise_map(const void *, int), gf_dense_map(const void *, int), gf_winograd_map(const void *, int);
-int gf_expand_map(const void *, int);
-int gf_max_pool_map(const void *, int), gf_max_route_map(const void *, int), gf_pairs_map(const void *, int);
-int gf_norm_back_map(const void *, int), gf_norm_end_map(const void *, int);
-int gf_backward_map(const void *, int), gf_single_map(const void *, int);
+#include "tasks.h"
 
 static uint32_t seed = 1;
 

@@ -40,9 +40,9 @@ def same(got, expected):
 
 @contextmanager
 def note_calls():
-    """List the library's functions that run."""
+    """List the names of the tasks that the library runs."""
     names, run = [], affine.call
-    affine.call = lambda name, *rest: (names.append(name), run(name, *rest))[1]
+    affine.call = lambda task, *rest: (names.append(task.name), run(task, *rest))[1]
     try:
         yield names
     finally:

@@ -39,7 +39,7 @@ class AxisPairs:
 
 
 TILE = np.dtype([*((name, "i4") for name in ("out", "outs", "in", "seen", "positions", "plain")), ("mix", "f4", (4, 4))])
-"""`gf_axis_tile` of backward.h."""
+"""A tile, as the C library reads it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
@@ -11,11 +10,16 @@ from torch import Tensor
 from gradfilter.ops.native.fused import are_rows
 from gradfilter.ops.native.library import call, is_plain, is_readable, is_row
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import DOUBLE, INT64, POINTER, Record, Task
 
-_BACK = struct.Struct("2q d 6Q")
-"""`gf_norm_back` of kernels.h."""
-_END = struct.Struct("2q d q 9Q")
-"""`gf_norm_end` of kernels.h."""
+_BACK = Task(Record("norm_back", (INT64, "rows c"), (DOUBLE, "eps"), (POINTER, "g gamma var scale total scaled")))
+_END = Task(
+    Record(
+        "norm_end",
+        *((INT64, "c k"), (DOUBLE, "eps"), (INT64, "is_scaled")),
+        (POINTER, "weight bias mean var scale total gw g_gamma g_bias"),
+    )
+)
 
 
 class FixedNorm(NamedTuple):
@@ -67,7 +71,7 @@ def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradi
         total.data_ptr(),
         0 if scaled is None else scaled.data_ptr(),
     )
-    code = call("norm_back", task, g, gamma, var, scale, total, scaled)
+    code = call(_BACK, task, g, gamma, var, scale, total, scaled)
     return ScaledGradient(scale, total, None if code else scaled)
 
 
@@ -98,7 +102,7 @@ def finish_norm_gradients(
         0 if gb is None else gb.data_ptr(),
     )
     changed = gw if back.scaled is None else None
-    call("norm_end", task, w, b, mu, var, back.scale, back.total, gw, changed, g_gamma, gb)
+    call(_END, task, w, b, mu, var, back.scale, back.total, gw, changed, g_gamma, gb)
     return gw, g_gamma, gb
 
 

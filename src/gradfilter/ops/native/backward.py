@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
-from gradfilter.geometry.convolution import AxisTiles
+from gradfilter.geometry.convolution import TILE, AxisTiles
 from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import FLOAT, INT64, POINTER, Record, Task
 
-_TASK = struct.Struct("Q 3q 12f Q 3q 12f 3q 5Q")
-"""`gf_backward` of backward.h."""
+_AXIS = Record("tile_axis", (POINTER, "tiles"), (INT64, "count in out"), (f"{FLOAT}[4][3]", "taps"))
+_TASK = Task(Record("backward", (_AXIS, "rows columns"), (INT64, "n co ci"), (POINTER, "g x w gx gw")))
+Record.from_dtype("axis_tile", TILE)
 
 
 def can_tile(g: Tensor, x: Tensor | None, w: Tensor, rows: AxisTiles, columns: AxisTiles) -> bool:
@@ -43,5 +43,5 @@ def tile_gradients(
     gw = None if x is None else empty((co, 3, 3, ci))
     tensors = (g, x, kernel, gx, gw)
     pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call("backward", _TASK.pack(*rows.fields, *columns.fields, len(g), co, ci, *pointers), *tensors)
+    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, len(g), co, ci, *pointers), *tensors)
     return gx, None if gw is None else gw.permute(0, 3, 1, 2)

@@ -13,7 +13,7 @@
 
 #include "kernels.h"
 
-enum { GRAIN = 1 << 16, HUGE_PAGE = 1 << 21, AXES = 8, ROUND = 2048 };
+enum { GRAIN = 1 << 16, HUGE_PAGE = 1 << 21, ROUND = 2048 };
 
 /* The address sanitizer knows nothing of this range: it is told what of it may be used, with a gap behind every block. */
 #ifdef __SANITIZE_ADDRESS__
@@ -190,12 +190,11 @@ void gf_give_memory(void *memory, void *owner) {
 }
 
 /* Bytes in use, kept free, and the most that were in use at once. */
-GF_EXPORT void gf_block_bytes(int64_t out[3]) {
+GF_EXPORT void gf_block_bytes(void *to) {
     pthread_mutex_lock(&lock);
-    out[0] = (int64_t)used_bytes;
-    out[1] = (int64_t)kept_bytes;
-    out[2] = (int64_t)most_bytes;
+    const gf_memory now = {(int64_t)used_bytes, (int64_t)kept_bytes, (int64_t)most_bytes};
     pthread_mutex_unlock(&lock);
+    memcpy(to, &now, sizeof now);
 }
 
 /* Give all free blocks back to the system, and forget how much was in use. */
@@ -227,7 +226,7 @@ typedef struct managed {
 typedef struct {
     managed head;
     block *memory;
-    int64_t shape[AXES], strides[AXES];
+    gf_request request;
 } owner;
 
 static void delete_owner(managed *m) {
@@ -236,21 +235,19 @@ static void delete_owner(managed *m) {
     free(o);
 }
 
-/* Make a tensor of `numbers` = shape, then strides, of `axes` axes; NULL where there is no memory. The caller, or
- * whoever consumes it, calls its deleter. */
-GF_EXPORT managed *gf_make_tensor(const void *numbers, int axes, int code, int bits, int64_t bytes) {
-    owner *o = axes <= AXES ? calloc(1, sizeof *o) : NULL;
+/* Make a tensor; NULL where there is no memory. The caller, or whoever consumes it, calls its deleter. */
+GF_EXPORT managed *gf_make_tensor(const void *request) {
+    owner *o = calloc(1, sizeof *o);
     if (!o) return NULL;
-    o->memory = take((size_t)bytes);
+    gf_request *r = &o->request;
+    memcpy(r, request, sizeof *r); /* the caller's bytes have no alignment */
+    o->memory = take((size_t)r->bytes);
     if (!o->memory) {
         free(o);
         return NULL;
     }
-    const size_t half = sizeof(int64_t) * (size_t)axes;
-    memcpy(o->shape, numbers, half);
-    memcpy(o->strides, (const char *)numbers + half, half);
     o->head = (managed){
-        .view = {o->memory->memory, 1, 0, axes, (uint8_t)code, (uint8_t)bits, 1, o->shape, o->strides, 0},
+        .view = {o->memory->memory, 1, 0, r->axes, (uint8_t)r->code, (uint8_t)r->bits, 1, r->shape, r->strides, 0},
         .context = o,
         .deleter = delete_owner,
     };

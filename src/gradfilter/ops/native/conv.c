@@ -1,7 +1,5 @@
 /* The entry points of the convolutions. */
-#include <string.h>
-
-#include "conv.h"
+#include "tasks.h"
 
 gf_run_depthwise gf_depthwise_base;
 gf_run_dense gf_dense_base, gf_winograd_base;
@@ -25,26 +23,18 @@ static int useful(int threads, const gf_norm_act *after, int64_t products) {
     return gf_useful_threads(threads, after->map.n * after->map.c * after->map.h * after->map.w * (1 + products / 8));
 }
 
-GF_EXPORT int gf_depthwise_map(const void *packed, int threads) {
-    gf_depthwise task;
-    memcpy(&task, packed, sizeof task); /* the caller's bytes have no alignment */
-    return DEPTHWISE[gf_level()](&task, useful(threads, &task.after, task.kh * task.kw));
+int gf_depthwise_map(const gf_depthwise *task, int threads) {
+    return DEPTHWISE[gf_level()](task, useful(threads, &task->after, task->kh * task->kw));
 }
 
-GF_EXPORT int gf_dense_map(const void *packed, int threads) {
-    gf_dense task;
-    memcpy(&task, packed, sizeof task);
-    return DENSE[gf_level()](&task, useful(threads, &task.after, task.inputs * task.kh * task.kw));
+int gf_dense_map(const gf_dense *task, int threads) {
+    return DENSE[gf_level()](task, useful(threads, &task->after, task->inputs * task->kh * task->kw));
 }
 
-GF_EXPORT int gf_winograd_map(const void *packed, int threads) {
-    gf_dense task;
-    memcpy(&task, packed, sizeof task);
-    return WINOGRAD[gf_level()](&task, useful(threads, &task.after, task.inputs * 4));
+int gf_winograd_map(const gf_dense *task, int threads) {
+    return WINOGRAD[gf_level()](task, useful(threads, &task->after, task->inputs * 4));
 }
 
-GF_EXPORT int gf_expand_map(const void *packed, int threads) {
-    gf_expand task;
-    memcpy(&task, packed, sizeof task);
-    return EXPAND[gf_level()](&task, useful(threads, &task.first.after, task.first.inputs));
+int gf_expand_map(const gf_expand *task, int threads) {
+    return EXPAND[gf_level()](task, useful(threads, &task->first.after, task->first.inputs));
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,13 +10,19 @@ import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import Pair, count_dtype
-from gradfilter.ops.native.fused import are_rows, as_floats, is_known
+from gradfilter.ops.native.fused import NORM_ACT, are_rows, as_floats, is_known
 from gradfilter.ops.native.library import CHANNELS, call, can_run, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import INT64, POINTER, Record, Task
 from gradfilter.ops.native.values import IDENTITY, NO_CELLS, Act, Cells, Ending, Fused, is_smooth
 
-_HEAD, _POINTERS = struct.Struct("6q 4i 3f i"), struct.Struct("11Q")
-"""How `gf_depthwise` and `gf_dense` of conv.h, which is Winograd's, too, begin. What follows is in `_make_tail`."""
+_BEGIN, _SIZES = ((NORM_ACT, "after"), (POINTER, "x weight scale shift")), "h w kh kw sh sw dh dw top left"
+DEPTHWISE = Record("depthwise", *_BEGIN, (INT64, _SIZES))
+DENSE = Record("dense", *_BEGIN, (INT64, f"inputs {_SIZES}"))
+_TASKS = {"depthwise": Task(DEPTHWISE), "dense": Task(DENSE), "winograd": Task(DENSE, "winograd")}
+_HEAD, _POINTERS, _DEPTHWISE_TAIL = DEPTHWISE.split("after.x", "h")
+_, _, _DENSE_TAIL = DENSE.split("after.x", "inputs")
+"""Both begin alike. Only the pointers change from step to step; what is around them is packed once."""
 _MANY_INPUTS = 768
 """Input channels from which on torch is faster at kernels of one pixel."""
 _MANY_IN_STRIPS = 65
@@ -153,7 +158,7 @@ def run_kernel(
     cells = make_cells(shape, end) if cells is None else cells
     where = stride, dilation, padding
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
-    call(kernel, task, *held, residual, y, *cells)
+    call(_TASKS[kernel], task, *held, residual, y, *cells)
     return Fused(y, *cells)
 
 
@@ -239,6 +244,5 @@ def _make_head(shape: tuple[int, ...], patch: Pair, act: Act, count: int) -> byt
 @lru_cache(maxsize=4096)
 def _make_tail(kernel: str, x: tuple[int, ...], w: tuple[int, ...], stride: Pair, dilation: Pair, padding: Pair) -> bytes:
     """Return what a task ends with, for an input and a weight of these shapes."""
-    inputs = () if kernel == "depthwise" else (x[1],)
-    numbers = (*inputs, *x[2:], *w[2:], *stride, *dilation, *padding)
-    return struct.pack(f"{len(numbers)}q", *numbers)
+    numbers = (*x[2:], *w[2:], *stride, *dilation, *padding)
+    return _DEPTHWISE_TAIL.pack(*numbers) if kernel == "depthwise" else _DENSE_TAIL.pack(x[1], *numbers)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from gradfilter.geometry.tiling import Pair
 from gradfilter.ops.native.conv import (
+    DENSE,
+    DEPTHWISE,
     are_readable,
     can_convolve,
     can_finish,
@@ -20,8 +22,10 @@ from gradfilter.ops.native.conv import (
 from gradfilter.ops.native.fused import are_rows, is_known
 from gradfilter.ops.native.library import call, is_plain
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import Record, Task
 from gradfilter.ops.native.values import Cells, Ending, Expanded, Fused
 
+_TASK = Task(Record("expand", (DENSE, "first"), (DEPTHWISE, "second")))
 _PANEL = 32
 """Channels of the smallest unit of work at the widest level."""
 _FEW_PIXELS = 36
@@ -99,5 +103,5 @@ def expand(
     first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)
     where = stride, dilation, padding
     second, also = pack_task("depthwise", None, shape, taps, out_shape, end, None, out.y, Cells(*out[1:]), *where)
-    call("expand", first + second, *held, *cells, *also, *out)
+    call(_TASK, first + second, *held, *cells, *also, *out)
     return Expanded(cells, out)

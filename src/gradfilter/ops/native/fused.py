@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradfilter.geometry.tiling import Pair, count_cells, count_dtype
-from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable, is_row, load
+from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable, is_row, run
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import DOUBLE, FLOAT, INT32, INT64, MAP, POINTER, Record, Task
 from gradfilter.ops.native.values import SILU, Act, Fused, is_smooth
 
-_TASK = struct.Struct("6q 4i 3f i 7Q")
-"""`gf_norm_act` of kernels.h."""
+NORM_ACT = Record(
+    "norm_act",
+    *((MAP, "map"), (INT32, "kind count_bytes"), (FLOAT, "lo hi leak"), (INT32, "sums")),
+    (POINTER, "x residual y scale shift mean slope"),
+)
+_TASK = Task(NORM_ACT)
+_FOLD = Task(Record("fold", (POINTER, "gamma beta mean var"), (DOUBLE, "eps"), (INT64, "c"), (POINTER, "scale shift")))
 _MOST_PIXELS = 1 << 24
 """Pixels of a patch that single precision counts."""
 
@@ -62,7 +66,7 @@ def run_pass(
         0 if mean is None else mean.data_ptr(),
         0 if slope is None else slope.data_ptr(),
     )
-    call("norm_act", task, x, residual, y, scale, shift, mean, slope)
+    call(_TASK, task, x, residual, y, scale, shift, mean, slope)
 
 
 def norm_act(
@@ -126,16 +130,16 @@ def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, e
     rows = gamma, beta, mean, var
     if mean.dim() != 1 or not (are_rows(len(mean), *rows) and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)):
         return None
-    channels = mean.shape[0]
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
-    load().gf_fold(  # type: ignore[union-attr]
+    task = _FOLD.pack(
         0 if gamma is None else gamma.data_ptr(),
         0 if beta is None else beta.data_ptr(),
         mean.data_ptr(),
         var.data_ptr(),
         eps,
-        channels,
+        mean.shape[0],
         scale.data_ptr(),
         shift.data_ptr(),
     )
+    run(_FOLD, task)
     return scale, shift

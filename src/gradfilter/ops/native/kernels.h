@@ -22,8 +22,11 @@
 #define GF_INLINE static inline __attribute__((always_inline))
 #endif
 
-/* Raised whenever a struct or an entry point changes: Python refuses a library of another number. */
-enum { GF_ABI = 10 };
+/* A struct that Python packs is a list of its fields, F(type, name) each: `gf_describe` in tasks.c makes a text of the same
+ * list, which Python compares with its own before it uses the library. What the text cannot show, a new meaning in the same
+ * place, has a new name: else a library of before would be taken for one of today. */
+#define GF_MEMBER(type, name) type name;
+#define GF_STRUCT(name, fields) typedef struct { fields(GF_MEMBER) } name
 
 /* The widest vector of any level. */
 enum { GF_CHANNELS = 16 };
@@ -32,28 +35,28 @@ enum gf_dtype { GF_FLOAT32 = 0, GF_BFLOAT16 = 1 };
 enum gf_kind { GF_IDENTITY = 0, GF_CLAMP = 1, GF_LEAKY = 2, GF_HARDSWISH = 3, GF_SILU = 4 };
 
 /* A map in memory and how it is cut into patches. */
-typedef struct {
-    int64_t n, c, h, w;
-    int64_t ph, pw;        /* the patch */
-    int32_t channels_last; /* memory order N, H, W, C instead of N, C, H, W */
-    int32_t dtype;         /* enum gf_dtype, of the map and of its patch means */
-} gf_map;
+#define GF_MAP_FIELDS(F)                                                                            \
+    F(int64_t, n) F(int64_t, c) F(int64_t, h) F(int64_t, w)                                         \
+    F(int64_t, ph) F(int64_t, pw)  /* the patch */                                                  \
+    F(int32_t, channels_last)      /* memory order N, H, W, C instead of N, C, H, W */              \
+    F(int32_t, dtype)              /* enum gf_dtype, of the map and of its patch means */
+GF_STRUCT(gf_map, GF_MAP_FIELDS);
 
 /* y = act(x * scale[c] + shift[c] + residual), with patch means and slopes of the activation. */
-typedef struct {
-    gf_map map;
-    int32_t kind;        /* enum gf_kind */
-    int32_t count_bytes; /* 1, 2 or 4: size of a count in `slope`; used by CLAMP and LEAKY */
-    float lo, hi, leak;  /* bounds of CLAMP; slope of LEAKY below 0 */
-    int32_t sums;        /* `mean` receives sums over patches instead */
-    const void *x;
-    const void *residual; /* or NULL */
-    void *y;              /* may be x; or NULL: pool only */
-    const float *scale;   /* [C], or NULL for 1 */
-    const float *shift;   /* [C], or NULL for 0 */
-    void *mean;           /* [N, C, H', W'] in the map's dtype and memory order, or NULL */
-    void *slope;          /* the same shape: counts of steep pixels, or means of the derivative in the map's dtype; or NULL */
-} gf_norm_act;
+#define GF_NORM_ACT_FIELDS(F)                                                                                   \
+    F(gf_map, map)                                                                                              \
+    F(int32_t, kind)               /* enum gf_kind */                                                           \
+    F(int32_t, count_bytes)        /* 1, 2 or 4: size of a count in `slope`; used by CLAMP and LEAKY */         \
+    F(float, lo) F(float, hi) F(float, leak) /* bounds of CLAMP; slope of LEAKY below 0 */                      \
+    F(int32_t, sums)               /* `mean` receives sums over patches instead */                              \
+    F(const void *, x)                                                                                          \
+    F(const void *, residual)      /* or NULL */                                                                \
+    F(void *, y)                   /* may be x; or NULL: pool only */                                           \
+    F(const float *, scale)        /* [C], or NULL for 1 */                                                     \
+    F(const float *, shift)        /* [C], or NULL for 0 */                                                     \
+    F(void *, mean)                /* [N, C, H', W'] in the map's dtype and memory order, or NULL */            \
+    F(void *, slope)               /* shaped as `mean`: counts of steep pixels, or mean derivatives; or NULL */
+GF_STRUCT(gf_norm_act, GF_NORM_ACT_FIELDS);
 
 /* Bytes of scratch that a unit needs, the same for all units of a task. */
 size_t gf_norm_act_scratch(const gf_norm_act *task);
@@ -69,55 +72,65 @@ static inline int gf_runs_in_planes(const gf_norm_act *t) {
 typedef void gf_norm_act_unit(const gf_norm_act *task, int64_t image, int64_t row, void *scratch);
 
 /* The transpose of pooling: every cell over its patch. */
-typedef struct {
-    gf_map map;
-    const void *cells; /* [N, C, H', W'] */
-    void *y;           /* [N, C, H, W] */
-} gf_unpool;
+#define GF_UNPOOL_FIELDS(F)                                                                         \
+    F(gf_map, map)                                                                                  \
+    F(const void *, cells) /* [N, C, H', W'] */                                                     \
+    F(void *, y)           /* [N, C, H, W] */
+GF_STRUCT(gf_unpool, GF_UNPOOL_FIELDS);
 
 /* gx = g * (low + (high - low) * count / area), cell by cell: counts are the pixels of a patch on the piece of slope
  * `high`. */
-typedef struct {
-    gf_map map; /* float32 */
-    const float *g;     /* [N, C, H', W'] */
-    const void *counts; /* the same shape and memory order */
-    float *gx;
-    float low, high;
-    int64_t count_bytes; /* 1, 2 or 4 */
-} gf_slope;
+#define GF_SLOPE_FIELDS(F)                                                                          \
+    F(gf_map, map)               /* float32 */                                                      \
+    F(const float *, g)          /* [N, C, H', W'] */                                               \
+    F(const void *, counts)      /* the same shape and memory order */                              \
+    F(float *, gx)                                                                                  \
+    F(float, low) F(float, high)                                                                    \
+    F(int64_t, count_bytes)      /* 1, 2 or 4 */
+GF_STRUCT(gf_slope, GF_SLOPE_FIELDS);
 
 /* Run row `row` of cells, counted over all images, and in NCHW memory over all channels. */
 typedef void gf_slope_unit(const gf_slope *task, int64_t row);
 
 /* The way back through a batch norm with fixed statistics, before the convolution in front of it: scale = gamma / sigma,
  * total = the sum of g over all rows, scaled = g * scale. */
-typedef struct {
-    int64_t rows, c;
-    double eps;
-    const float *g;     /* [rows, C] */
-    const float *gamma; /* [C], or NULL for 1 */
-    const float *var;   /* [C] */
-    float *scale, *total; /* [C] */
-    float *scaled;        /* [rows, C], or NULL */
-} gf_norm_back;
+#define GF_NORM_BACK_FIELDS(F)                                                                      \
+    F(int64_t, rows) F(int64_t, c)                                                                  \
+    F(double, eps)                                                                                  \
+    F(const float *, g)            /* [rows, C] */                                                  \
+    F(const float *, gamma)        /* [C], or NULL for 1 */                                         \
+    F(const float *, var)          /* [C] */                                                        \
+    F(float *, scale) F(float *, total) /* [C] */                                                   \
+    F(float *, scaled)             /* [rows, C], or NULL */
+GF_STRUCT(gf_norm_back, GF_NORM_BACK_FIELDS);
 
 /* The same behind that convolution, where its weight has the gradient gw: of scaled g, or else it becomes gw * scale here.
  * With gv = gw / scale, g_gamma = (<gv, weight> + (bias - mean) * total) / sigma and g_bias = total * scale. */
-typedef struct {
-    int64_t c, k; /* output channels, and weights of each */
-    double eps;
-    int64_t is_scaled;
-    const float *weight; /* [C, k] */
-    const float *bias;   /* [C], or NULL for 0 */
-    const float *mean, *var, *scale, *total; /* [C] */
-    float *gw;                /* [C, k], in the order of the weight */
-    float *g_gamma, *g_bias;  /* [C], or NULL */
-} gf_norm_end;
+#define GF_NORM_END_FIELDS(F)                                                                              \
+    F(int64_t, c) F(int64_t, k)    /* output channels, and weights of each */                              \
+    F(double, eps)                                                                                         \
+    F(int64_t, is_scaled)                                                                                  \
+    F(const float *, weight)       /* [C, k] */                                                            \
+    F(const float *, bias)         /* [C], or NULL for 0 */                                                \
+    F(const float *, mean) F(const float *, var) F(const float *, scale) F(const float *, total) /* [C] */ \
+    F(float *, gw)                 /* [C, k], in the order of the weight */                                \
+    F(float *, g_gamma) F(float *, g_bias) /* [C], or NULL */
+GF_STRUCT(gf_norm_end, GF_NORM_END_FIELDS);
 
 /* Channels of a unit of the first, all rows of them; the second has one unit per channel. */
 enum { GF_NORM_BLOCK = 64 };
 typedef void gf_norm_back_unit(const gf_norm_back *task, int64_t unit);
 typedef void gf_norm_end_unit(const gf_norm_end *task, int64_t channel);
+
+/* Batch normalisation with fixed statistics as x * scale + shift. */
+#define GF_FOLD_FIELDS(F)                                                                           \
+    F(const float *, gamma)        /* [C], or NULL for 1 */                                         \
+    F(const float *, beta)         /* [C], or NULL for 0 */                                         \
+    F(const float *, mean) F(const float *, var) /* [C] */                                          \
+    F(double, eps)                                                                                  \
+    F(int64_t, c)                                                                                   \
+    F(float *, scale) F(float *, shift) /* [C] */
+GF_STRUCT(gf_fold, GF_FOLD_FIELDS);
 
 /* What a level of the instruction set has to offer. */
 typedef struct {
@@ -141,6 +154,20 @@ int gf_parallel(gf_run *run, const void *argument, int64_t units, int threads, s
 /* Take large memory that is used again, 64-byte aligned, NULL where there is none; give it back with its owner. */
 void *gf_take_memory(size_t bytes, void **owner);
 void gf_give_memory(void *memory, void *owner);
+
+/* A tensor on such memory: what it is to be. */
+typedef int64_t gf_axes[8];
+#define GF_REQUEST_FIELDS(F)                                                                        \
+    F(gf_axes, shape) F(gf_axes, strides) /* of the first `axes`; strides in numbers */             \
+    F(int64_t, bytes)                                                                               \
+    F(int32_t, axes)                                                                                \
+    F(int32_t, code) F(int32_t, bits) /* the dtype, as DLPack has it */
+GF_STRUCT(gf_request, GF_REQUEST_FIELDS);
+
+/* Bytes of blocks: in use, kept free, and the most that were in use at once. */
+#define GF_MEMORY_FIELDS(F)                                                                    \
+    F(int64_t, used) F(int64_t, kept) F(int64_t, most)
+GF_STRUCT(gf_memory, GF_MEMORY_FIELDS);
 
 /* As many of `threads` as a call over `elements` numbers is worth. */
 int gf_useful_threads(int threads, int64_t elements);

@@ -1,8 +1,7 @@
 /* The library's entry points, and the choice of the instruction set. */
 #include <math.h>
-#include <string.h>
 
-#include "kernels.h"
+#include "tasks.h"
 
 extern const gf_kernels gf_kernels_base;
 #ifdef GF_HAS_X86_LEVELS
@@ -13,8 +12,6 @@ static const gf_kernels *const LEVELS[] = {&gf_kernels_base};
 #endif
 
 static int level = -1;
-
-GF_EXPORT int gf_abi(void) { return GF_ABI; }
 
 /* The highest level that this CPU has. */
 GF_EXPORT int gf_best_level(void) {
@@ -66,9 +63,8 @@ static void settle(gf_map *m) {
     if (m->h == 1 && m->w == 1) m->channels_last = 1;
 }
 
-GF_EXPORT int gf_norm_act_map(const void *packed, int threads) {
-    norm_act_call call;
-    memcpy(&call.task, packed, sizeof call.task); /* the caller's bytes have no alignment */
+int gf_norm_act_map(const gf_norm_act *task, int threads) {
+    norm_act_call call = {.task = *task};
     gf_map *m = &call.task.map;
     settle(m);
     call.unit = gf_current()->norm_act;
@@ -82,9 +78,8 @@ static void run_slope(const void *argument, int64_t unit, void *scratch) {
     gf_current()->slope(argument, unit);
 }
 
-GF_EXPORT int gf_slope_map(const void *packed, int threads) {
-    gf_slope task;
-    memcpy(&task, packed, sizeof task);
+int gf_slope_map(const gf_slope *given, int threads) {
+    gf_slope task = *given;
     gf_map *m = &task.map;
     settle(m);
     const int64_t rows = (m->channels_last ? m->n : m->n * m->c) * gf_ceil_div(m->h, m->ph);
@@ -103,9 +98,8 @@ static void run_norm_end(const void *argument, int64_t unit, void *scratch) {
 }
 
 /* Returns 1 where a factor is 0: then g is not scaled, for what is left of it would not tell the gradient of gamma. */
-GF_EXPORT int gf_norm_back_map(const void *packed, int threads) {
-    gf_norm_back task;
-    memcpy(&task, packed, sizeof task);
+int gf_norm_back_map(const gf_norm_back *given, int threads) {
+    gf_norm_back task = *given;
     int zero = 0;
     for (int64_t i = 0; task.scaled && task.gamma && i < task.c; i++) zero |= task.gamma[i] == 0;
     if (zero) task.scaled = NULL;
@@ -113,18 +107,16 @@ GF_EXPORT int gf_norm_back_map(const void *packed, int threads) {
     return gf_parallel(run_norm_back, &task, gf_ceil_div(task.c, GF_NORM_BLOCK), threads, 0) < 0 ? -1 : zero;
 }
 
-GF_EXPORT int gf_norm_end_map(const void *packed, int threads) {
-    gf_norm_end task;
-    memcpy(&task, packed, sizeof task);
-    return gf_parallel(run_norm_end, &task, task.c, gf_useful_threads(threads, task.c * task.k), 0);
+int gf_norm_end_map(const gf_norm_end *task, int threads) {
+    return gf_parallel(run_norm_end, task, task->c, gf_useful_threads(threads, task->c * task->k), 0);
 }
 
-/* Batch normalisation with fixed statistics as x * scale + shift; gamma and beta may be NULL. */
-GF_EXPORT void gf_fold(const float *gamma, const float *beta, const float *mean, const float *var, double eps, int64_t c,
-                       float *scale, float *shift) {
-    for (int64_t i = 0; i < c; i++) {
-        const double inverse = (gamma ? gamma[i] : 1.0) / sqrt((double)var[i] + eps);
-        scale[i] = (float)inverse;
-        shift[i] = (float)((beta ? beta[i] : 0.0) - mean[i] * inverse);
+int gf_fold_map(const gf_fold *t, int threads) {
+    (void)threads;
+    for (int64_t i = 0; i < t->c; i++) {
+        const double inverse = (t->gamma ? t->gamma[i] : 1.0) / sqrt((double)t->var[i] + t->eps);
+        t->scale[i] = (float)inverse;
+        t->shift[i] = (float)((t->beta ? t->beta[i] : 0.0) - t->mean[i] * inverse);
     }
+    return 0;
 }

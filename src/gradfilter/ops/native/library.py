@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -15,18 +15,30 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
+from gradfilter.ops.native.task import Task, find_mismatch
+from gradfilter.ops.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU
+
 logger = logging.getLogger(__name__)
 
-ABI = 10
-ENTRIES = (
-    "norm_act unpool slope norm_back norm_end max_pool max_route depthwise dense winograd expand pairs backward single".split()
-)
-"""The library's functions that take a task and a number of threads."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
 CHANNELS = 16
 """`GF_CHANNELS` of kernels.h: the widest vector of any level of the instruction set."""
+
+CONSTANTS = {
+    "GF_CHANNELS": CHANNELS,
+    "GF_FLOAT32": DTYPES[torch.float32],
+    "GF_BFLOAT16": DTYPES[torch.bfloat16],
+    "GF_IDENTITY": IDENTITY.kind,
+    "GF_CLAMP": CLAMP,
+    "GF_LEAKY": LEAKY,
+    "GF_HARDSWISH": HARDSWISH.kind,
+    "GF_SILU": SILU.kind,
+}
+"""Those of kernels.h that Python has, too."""
+_NO_MEMORY = -1
+"""A task's code where the library found no memory; below that, it refused the bytes."""
 
 _off = 0
 
@@ -50,25 +62,37 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(path))
-        abi = library.gf_abi()
+        _declare(library)
     except (OSError, AttributeError) as error:
         logger.warning("%s cannot be loaded (%s); everything runs in torch. Install gradfilter again.", path, error)
         return None
-    if abi != ABI:
-        logger.warning("%s is of another version; everything runs in torch. Install gradfilter again.", path)
+    mismatch = find_mismatch(_read_description(library), CONSTANTS)
+    if mismatch:
+        said = "%s is of another version (%s); everything runs in torch. Install gradfilter again."
+        logger.warning(said, path, mismatch)
         return None
-    pointer, number, long, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    for name in ENTRIES:
-        getattr(library, f"gf_{name}_map").argtypes = [ctypes.c_char_p, number]
-    library.gf_fold.argtypes = [pointer, pointer, pointer, pointer, real, long, pointer, pointer]
-    library.gf_fold.restype = library.gf_trim.restype = library.gf_block_bytes.restype = None
-    library.gf_block_bytes.argtypes = [ctypes.POINTER(long)]
-    library.gf_make_tensor.argtypes = [ctypes.c_char_p, number, number, number, long]
-    library.gf_make_tensor.restype = pointer
-    library.gf_set_level.argtypes = [number]
-    library.gf_set_team.argtypes, library.gf_set_team.restype = [pointer], None
     library.gf_set_team(find_team())
     return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes what the library's functions take and return; one that is missing is an `AttributeError`."""
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    library.gf_describe.argtypes, library.gf_describe.restype = [ctypes.c_char_p, long], long
+    library.gf_run_tasks.argtypes, library.gf_run_tasks.restype = [ctypes.c_char_p, long, number], number
+    library.gf_make_tensor.argtypes, library.gf_make_tensor.restype = [ctypes.c_char_p], pointer
+    library.gf_block_bytes.argtypes, library.gf_block_bytes.restype = [ctypes.c_char_p], None
+    library.gf_trim.argtypes, library.gf_trim.restype = [], None
+    library.gf_set_level.argtypes, library.gf_best_level.argtypes = [number], []
+    library.gf_set_team.argtypes, library.gf_set_team.restype = [pointer], None
+
+
+def _read_description(library: ctypes.CDLL) -> str:
+    """Return what the library tells of its structs, tasks and constants."""
+    size = max(library.gf_describe(None, 0), 0)
+    text = ctypes.create_string_buffer(size + 1)
+    library.gf_describe(text, size + 1)
+    return text.value.decode(errors="replace")
 
 
 def find_team() -> int | None:
@@ -139,29 +163,33 @@ def is_row(x: Tensor | None) -> bool:
     return x is None or (is_here(x) and x.dtype is torch.float32 and x.is_contiguous())
 
 
-@lru_cache(maxsize=32)
-def find_entry(name: str) -> Callable[[bytes, int], int]:
-    """Return one of the library's functions."""
-    return getattr(load(), f"gf_{name}_map")
-
-
-def call(name: str, task: bytes, *tensors: Tensor | None) -> int:
-    """Run one of the library's functions on torch's number of threads; torch's profiler sees it as an operator.
+def call(task: Task, packed: bytes, *tensors: Tensor | None) -> int:
+    """Run a task on torch's number of threads; torch's profiler sees it as an operator.
 
     Args:
-        name: One of `ENTRIES`.
-        task: What it takes.
+        task: What is run.
+        packed: What `task.pack` returns.
         tensors: What it reads and what it writes, twice where it does both: the profiler is told their bytes.
 
     Returns:
-        What the function has to say: 0 where there is only one way for it to end.
+        What the task has to say: 0 where there is only one way for it to end.
     """
     if profiler._is_profiler_enabled:
         moved = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        with profiler.record_function(f"gradfilter::{name}", str(moved)):
-            code = find_entry(name)(task, torch.get_num_threads())
-    else:
-        code = find_entry(name)(task, torch.get_num_threads())
-    if code < 0:
+        with profiler.record_function(f"gradfilter::{task.name}", str(moved)):
+            return run(task, packed)
+    return run(task, packed)
+
+
+def run(task: Task, packed: bytes) -> int:
+    """Run a task as `call` does, unseen by torch's profiler."""
+    given = task.header + packed
+    code = load().gf_run_tasks(given, len(given), torch.get_num_threads())  # type: ignore[union-attr]
+    if code == _NO_MEMORY:
         raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")
+    if code < 0:
+        raise RuntimeError(
+            f"gradfilter's native library refuses a task {task.name!r} of {len(packed)} bytes, for it takes "
+            f"{task.record.size}. This is a mistake in gradfilter: please report it. GRADFILTER_NATIVE=0 runs it in torch."
+        )
     return code

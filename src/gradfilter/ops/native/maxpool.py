@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,16 @@ from gradfilter.ops.constants import find_target
 from gradfilter.ops.native.library import CHANNELS, call, is_here, is_readable
 from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.pooling import COUNTS
+from gradfilter.ops.native.task import INT64, MAP, POINTER, Record, Task
 
-_TASK = struct.Struct("6q 2i 6Q 9q")
-"""`gf_max_pool` of maxpool.h."""
-_ROUTE = struct.Struct("6q 4Q")
-"""`gf_max_route` of maxpool.h."""
+_TASK = Task(
+    Record(
+        "max_pool",
+        *((MAP, "map"), (POINTER, "x y mean winners rows columns")),
+        (INT64, "h w kh kw dh dw places across count_bytes"),
+    )
+)
+_ROUTE = Task(Record("max_route", (INT64, "n c cells in_cells places count_bytes"), (POINTER, "g winners target gx")))
 MOST_PLACES = 255
 """Places in reach that a byte can name: those of the winners at patch 1."""
 
@@ -68,7 +72,7 @@ def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
         *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
         *(places, columns.reach, 0 if named else winners.element_size()),
     )
-    call("max_pool", task, x, y, mean, winners)
+    call(_TASK, task, x, y, mean, winners)
     return Pooled(y, mean, winners)
 
 
@@ -87,7 +91,7 @@ def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor | None:
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
     size = (n, c, h * w, in_cells[0] * in_cells[1], places, 0 if named else winners.element_size())
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
-    call("max_route", task, g, winners, target, gx, gx)
+    call(_ROUTE, task, g, winners, target, gx, gx)
     return gx.permute(0, 3, 1, 2)
 
 

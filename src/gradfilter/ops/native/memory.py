@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,7 +13,11 @@ import torch
 from torch import Tensor
 
 from gradfilter.ops.native.library import is_on, load
+from gradfilter.ops.native.task import INT32, INT64, Record
 
+_REQUEST = Record("request", (f"{INT64}[8]", "shape strides"), (INT64, "bytes"), (INT32, "axes code bits"))
+_BYTES = Record("memory", (INT64, "used kept most"))
+_MOST_AXES = 8
 LARGE = 1 << 20
 """Bytes from which on a block is worth keeping: smaller ones stay in torch's allocator without a page fault."""
 
@@ -22,14 +25,6 @@ _CODES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.uint8: (1, 8), 
 """DLPack's names for dtypes: kind and bits."""
 _NAME = b"dltensor"
 _plain = 0
-
-
-class _Request(NamedTuple):
-    numbers: bytes
-    axes: int
-    code: int
-    bits: int
-    size: int
 
 
 class BlockBytes(NamedTuple):
@@ -41,9 +36,9 @@ class BlockBytes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _make_request(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> _Request | None:
-    """Return the arguments of the library for a large tensor; `None` where torch's own allocator serves better."""
-    if dtype not in _CODES or len(shape) > 8:
+def _make_request(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> bytes | None:
+    """Return what the library is asked for a large tensor; `None` where torch's own allocator serves better."""
+    if dtype not in _CODES or len(shape) > _MOST_AXES:
         return None
     code, bits = _CODES[dtype]
     size = math.prod(shape) * bits // 8
@@ -54,7 +49,8 @@ def _make_request(shape: tuple[int, ...], dtype: torch.dtype, memory_format: tor
     for axis in reversed(order):
         strides[axis] = step
         step *= shape[axis]
-    return _Request(struct.pack(f"{2 * len(shape)}q", *shape, *strides), len(shape), code, bits, size)
+    rest = [0] * (_MOST_AXES - len(shape))
+    return _REQUEST.pack(*shape, *rest, *strides, *rest, size, len(shape), code, bits)
 
 
 @lru_cache(maxsize=1)
@@ -72,7 +68,7 @@ def empty(
     request = _make_request(shape if isinstance(shape, tuple) else tuple(shape), dtype, memory_format)
     if request is None or _plain or not is_on():
         return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
-    address = load().gf_make_tensor(*request)  # type: ignore[union-attr]
+    address = load().gf_make_tensor(request)  # type: ignore[union-attr]
     if not address:
         return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
     return torch._C._from_dlpack(_find_wrap()(address, _NAME, None))
@@ -98,7 +94,7 @@ def trim() -> None:
 
 def block_bytes() -> BlockBytes:
     """Return how many bytes of large blocks are in use and kept."""
-    library, numbers = load(), (ctypes.c_int64 * 3)()
+    library, numbers = load(), ctypes.create_string_buffer(_BYTES.size)
     if library is not None:
         library.gf_block_bytes(numbers)
-    return BlockBytes(*numbers)
+    return BlockBytes(*_BYTES.unpack(numbers))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from gradfilter.geometry.convolution import AxisPairs
 from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import INT64, POINTER, Record, Task
 
-_TASK = struct.Struct("2Q 3q 2Q 3q 2q 5Q")
-"""`gf_pairs` of pairs.h."""
+_AXIS = Record("pair_axis", (POINTER, "start pairs"), (INT64, "in out coefficients"))
+_TASK = Task(Record("pairs", (_AXIS, "rows columns"), (INT64, "n c"), (POINTER, "g x q gx gq")))
 _MOST_COEFFICIENTS = 256
 """Those of one channel: with more of them, a unit of work would not stay in the cache."""
 
@@ -44,5 +43,5 @@ def pair_gradients(
     gq = None if x is None else empty((rows.coefficients * columns.coefficients, c))
     tensors = (g, x, q, gx, gq)
     pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call("pairs", _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers), *tensors)
+    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, n, c, *pointers), *tensors)
     return gx, gq

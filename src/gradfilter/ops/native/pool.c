@@ -1,7 +1,5 @@
 /* The entry points of max pooling. */
-#include <string.h>
-
-#include "maxpool.h"
+#include "tasks.h"
 
 gf_run_max_pool gf_max_pool_base;
 gf_run_max_route gf_max_route_base;
@@ -15,15 +13,11 @@ static gf_run_max_pool *const MAX_POOL[] = {gf_max_pool_base};
 static gf_run_max_route *const MAX_ROUTE[] = {gf_max_route_base};
 #endif
 
-GF_EXPORT int gf_max_pool_map(const void *packed, int threads) {
-    gf_max_pool task;
-    memcpy(&task, packed, sizeof task); /* the caller's bytes have no alignment */
-    const gf_map *m = &task.map;
-    return MAX_POOL[gf_level()](&task, gf_useful_threads(threads, m->n * m->c * m->h * m->w * task.kh * task.kw));
+int gf_max_pool_map(const gf_max_pool *task, int threads) {
+    const gf_map *m = &task->map;
+    return MAX_POOL[gf_level()](task, gf_useful_threads(threads, m->n * m->c * m->h * m->w * task->kh * task->kw));
 }
 
-GF_EXPORT int gf_max_route_map(const void *packed, int threads) {
-    gf_max_route task;
-    memcpy(&task, packed, sizeof task);
-    return MAX_ROUTE[gf_level()](&task, gf_useful_threads(threads, task.n * task.c * task.cells * task.places));
+int gf_max_route_map(const gf_max_route *task, int threads) {
+    return MAX_ROUTE[gf_level()](task, gf_useful_threads(threads, task->n * task->c * task->cells * task->places));
 }

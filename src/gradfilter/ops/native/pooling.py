@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
+from gradfilter.ops.native import task as tasks
 from gradfilter.ops.native.fused import memory_format, run_pass
 from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import FLOAT, INT64, POINTER, Record, Task
 from gradfilter.ops.native.values import IDENTITY
 
-_TASK = struct.Struct("6q 2i 2Q")
-"""`gf_unpool` of kernels.h."""
+_TASK = Task(Record("unpool", (tasks.MAP, "map"), (POINTER, "cells y")))
 COUNTS = (torch.uint8, torch.int16, torch.int32)
 """The integers that count pixels."""
-_SLOPE = struct.Struct("6q 2i 3Q 2f q")
-"""`gf_slope` of kernels.h."""
+_SLOPE = Task(Record("slope", (tasks.MAP, "map"), (POINTER, "g counts gx"), (FLOAT, "low high"), (INT64, "count_bytes")))
 
 
 def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
@@ -50,7 +48,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     kind = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
     task = _TASK.pack(n, c, *size, *patch, *kind, x_bar.data_ptr(), y.data_ptr())
-    call("unpool", task, x_bar, y)
+    call(_TASK, task, x_bar, y)
     return y
 
 
@@ -72,5 +70,5 @@ def scale_by_counts(
     kind = (not g.is_contiguous(), DTYPES[g.dtype])
     pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
     task = _SLOPE.pack(*g.shape[:2], *size, *patch, *kind, *pointers, *slopes, count.element_size())
-    call("slope", task, g, count, gx)
+    call(_SLOPE, task, g, count, gx)
     return gx

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from gradfilter.ops.native.library import CHANNELS, call, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.task import INT64, POINTER, Record, Task
 
-_TASK = struct.Struct("4q 3Q 2q 2Q")
-"""`gf_single` of single.h."""
+_TASK = Task(
+    Record("single", (INT64, "cells co ci taps"), (POINTER, "g x w"), (INT64, "tap channel"), (POINTER, "gx gw")),
+)
 
 
 def can_single(g: Tensor, x: Tensor | None, w: Tensor) -> bool:
@@ -43,5 +43,5 @@ def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -
     tensors = (g, x, weight, gx, gw)
     g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in tensors)
     task = _TASK.pack(n * cells[0] * cells[1], co, ci, taps, g_at, x_at, w_at, tap, channel, gx_at, gw_at)
-    call("single", task, *tensors)
+    call(_TASK, task, *tensors)
     return gx, gw

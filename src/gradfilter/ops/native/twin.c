@@ -1,9 +1,5 @@
 /* The entry points of convolutions' gradients at patch resolution. */
-#include <string.h>
-
-#include "backward.h"
-#include "pairs.h"
-#include "single.h"
+#include "tasks.h"
 
 gf_run_pairs gf_pairs_base;
 gf_run_backward gf_backward_base;
@@ -23,22 +19,16 @@ static gf_run_single *const SINGLE[] = {gf_single_base};
 
 static int64_t count_pairs(const gf_pair_axis *axis) { return axis->start[axis->in]; }
 
-GF_EXPORT int gf_pairs_map(const void *packed, int threads) {
-    gf_pairs task;
-    memcpy(&task, packed, sizeof task); /* the caller's bytes have no alignment */
-    const int64_t pairs = count_pairs(&task.rows) * count_pairs(&task.columns);
-    return PAIRS[gf_level()](&task, gf_useful_threads(threads, task.n * task.c * (1 + pairs / 4)));
+int gf_pairs_map(const gf_pairs *task, int threads) {
+    const int64_t pairs = count_pairs(&task->rows) * count_pairs(&task->columns);
+    return PAIRS[gf_level()](task, gf_useful_threads(threads, task->n * task->c * (1 + pairs / 4)));
 }
 
-GF_EXPORT int gf_backward_map(const void *packed, int threads) {
-    gf_backward task;
-    memcpy(&task, packed, sizeof task);
-    const int64_t tiles = task.n * task.rows.count * task.columns.count;
-    return BACKWARD[gf_level()](&task, gf_useful_threads(threads, tiles * task.co * task.ci));
+int gf_backward_map(const gf_backward *task, int threads) {
+    const int64_t tiles = task->n * task->rows.count * task->columns.count;
+    return BACKWARD[gf_level()](task, gf_useful_threads(threads, tiles * task->co * task->ci));
 }
 
-GF_EXPORT int gf_single_map(const void *packed, int threads) {
-    gf_single task;
-    memcpy(&task, packed, sizeof task);
-    return SINGLE[gf_level()](&task, gf_useful_threads(threads, task.cells * task.co * task.ci));
+int gf_single_map(const gf_single *task, int threads) {
+    return SINGLE[gf_level()](task, gf_useful_threads(threads, task->cells * task->co * task->ci));
 }

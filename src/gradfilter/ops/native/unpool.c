@@ -1,7 +1,7 @@
 /* Every cell over its patch. */
 #include <string.h>
 
-#include "kernels.h"
+#include "tasks.h"
 
 /* Repeat each of `cells` items of `bytes` bytes `pw` times, up to `width` items. */
 static void repeat(const char *from, char *to, int64_t width, int64_t pw, size_t bytes) {
@@ -37,11 +37,9 @@ static void run_unpool(const void *argument, int64_t unit, void *scratch) {
     spread(t, from, to, rows, depth);
 }
 
-GF_EXPORT int gf_unpool_map(const void *packed, int threads) {
-    gf_unpool task;
-    memcpy(&task, packed, sizeof task);
-    const gf_map *m = &task.map;
+int gf_unpool_map(const gf_unpool *task, int threads) {
+    const gf_map *m = &task->map;
     const int64_t planes = m->channels_last ? m->n : m->n * m->c;
     threads = gf_useful_threads(threads, m->n * m->c * m->h * m->w);
-    return gf_parallel(run_unpool, &task, planes * gf_ceil_div(m->h, m->ph), threads, 0);
+    return gf_parallel(run_unpool, task, planes * gf_ceil_div(m->h, m->ph), threads, 0);
 }
