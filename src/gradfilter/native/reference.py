@@ -54,12 +54,23 @@ def _activate(z: Tensor, act: Act) -> Tensor:
 def _slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
     if is_smooth(act):
         backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
-        return pool(backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z), patch).to(y.dtype)
-    flat = y <= (0 if act.kind == LEAKY else act.lo)
-    if act.kind == CLAMP and act.hi < math.inf:
-        flat |= y >= act.hi
+        slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
+        if act == HARDSWISH:  # at NaN torch's vectors give NaN, but the last few numbers of a row 1
+            slope = slope.masked_fill(z.isnan(), math.nan)
+        return pool(slope, patch).to(y.dtype)
     # Half precision counts to 256 or 2048 only.
-    return pool(flat.logical_not_().float(), patch, sums=True).to(count_dtype(patch))
+    return pool(_is_steep(z, y.to(z.dtype), act).float(), patch, sums=True).to(count_dtype(patch))
+
+
+def _is_steep(z: Tensor, y: Tensor, act: Act) -> Tensor:
+    """Tell where the slope is 1. At NaN it is between bounds, and not with a leaky kink, as torch's scalar code has it."""
+    if act.kind == LEAKY:
+        return y > 0
+    flat = (y <= act.lo).logical_or_(z <= act.lo)
+    if act.hi < math.inf:
+        # A bound that is rounded to half precision may lie between the bounds: y alone does not tell.
+        flat.logical_or_(y >= act.hi).logical_or_(z >= act.hi)
+    return flat.logical_not_()
 
 
 def pool(x: Tensor, patch: Pair, *, sums: bool = False) -> Tensor:

@@ -45,6 +45,21 @@ class Derivative(Carry):
         return None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True)), None, None
 
 
+class CutDerivative(Derivative):
+    """Carry a gradient back through an elementwise f of pieces, some of them constant.
+
+    Equation: Gx = G · D, and 0 where D is 0, even if G is NaN or infinite.
+    Cost: two passes over each map at patch resolution; saves D, one number per cell and map.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:-2]
+        return None, *(cut(g * d, d) if need else None for d, need in zip(load(ctx), needed, strict=True)), None, None
+
+
 class StepDerivative(Carry):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
@@ -66,19 +81,28 @@ class StepDerivative(Carry):
     def backward(ctx: Any, g: Tensor) -> Any:
         (count,) = load(ctx)
         low, high = ctx.slopes
-        if ctx.patch != (1, 1) and is_map(g, ctx.layout) and native.can_scale(g, count):
+        if ctx.patch == (1, 1):
+            steep = is_steep(count, g.shape)
+            # The first argument decides about the memory order of the result: g, not the mask.
+            gx = g.masked_fill(steep.logical_not(), 0) if not low else g * torch.where(steep, high, low).to(g.dtype)
+        elif is_map(g, ctx.layout) and native.can_scale(g, count):
             gx = native.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch)
         else:
             share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
-            gx = g * (share if (low, high) == (0, 1) else low + (high - low) * share)
+            gx = g * (low + (high - low) * share) if low else cut(g * share, share)
         return gx, None, None, None, None
+
+
+def cut(gx: Tensor, slope: Tensor) -> Tensor:
+    """Return gx, and 0 where the slope is 0: there torch does not multiply, and lets no gradient that is NaN or infinite pass."""
+    return torch.where(slope == 0, 0, gx)
 
 
 def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
     """Return how many pixels of each patch are set, in the smallest integers that hold a whole patch.
 
     Args:
-        steep: 1 or 0 per pixel, floating point.
+        steep: 1 or 0 per pixel, or booleans.
         patch: The patch.
         layout: Which axes are rows and columns.
     """
@@ -91,8 +115,13 @@ def count_steep(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
 def steep_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
     """Return which share of the pixels of each patch is set, for the counts of `count_steep`."""
     if patch == (1, 1):
-        return (count if count.dtype is torch.bool else unpack_bits(count, g.shape)).to(g.dtype)
+        return is_steep(count, g.shape).to(g.dtype)
     return count.to(g.dtype) / make_areas(size, patch, g, layout)
+
+
+def is_steep(count: Tensor, shape: torch.Size) -> Tensor:
+    """Return which pixels are set, for the counts of `count_steep` at patch 1."""
+    return count if count.dtype is torch.bool else unpack_bits(count, shape)
 
 
 GATHER, SPREAD, PLACES = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
@@ -112,12 +141,24 @@ def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     return spread.view(torch.uint8).ne(0)[: math.prod(shape)].reshape(shape)
 
 
-def find_steep(y: Tensor, start: float, end: float) -> Tensor:
-    """Return 1 where y lies strictly between two bounds and 0 elsewhere, in one pass."""
-    one = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
-    if end == math.inf:
-        return torch.ops.aten.threshold_backward(one, y, start)
-    return torch.ops.aten.hardtanh_backward(one, y, start, end)
+def find_steep(x: Tensor, act: Act) -> Tensor:
+    """Return 1 where an activation has slope 1, and 0 elsewhere, from its argument or its result.
+
+    At NaN the slope is 1, and that of a leaky one the one below 0, as torch's scalar code has it: its vectors have 0 at NaN
+    between two bounds, so that what torch gives there hangs on the place of the pixel in memory.
+    """
+    if act.kind == LEAKY:
+        return x > 0
+    if act.hi == math.inf:
+        one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+        return torch.ops.aten.threshold_backward(one, x, act.lo)
+    wide = x.float() if x.element_size() == 2 else x  # torch does not round the bounds to half precision here
+    return (wide <= act.lo).logical_or_(wide >= act.hi).logical_not_()
+
+
+def is_told_by_result(act: Act, dtype: torch.dtype) -> bool:
+    """Tell whether the result shows which piece a pixel is on: a bound that is rounded may lie between the bounds."""
+    return dtype.itemsize > 2 or all(torch.tensor(bound, dtype=dtype).item() == bound for bound in (act.lo, act.hi))
 
 
 STEPS = {
@@ -143,6 +184,15 @@ def make_act(start: float, end: float, slope: float) -> Act:
     return Act(LEAKY if slope else CLAMP, start, end, slope)
 
 
+def is_odd(func: Any, end: float, slope: float) -> bool:
+    """Tell whether a function with an entry in `STEPS` is none of them at infinity.
+
+    A leaky ReLU of slope 0 is NaN at -inf, and a hardtanh without an upper bound flat at +inf.
+    """
+    name = func.__name__.rstrip("_")
+    return (name == "leaky_relu" and slope == 0) or (name == "hardtanh" and end == math.inf)
+
+
 @rule(*STEP_FUNCTIONS, any_layout=True)
 def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a piecewise linear activation; which piece a pixel is on shows in the result, so it may be in place."""
@@ -152,19 +202,24 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, slope = find_step(func, args, kwargs)
     if slope < 0 or start > end:
         return NotImplemented
+    if is_odd(func, end, slope):
+        return elementwise(func, args, kwargs)
     act, slopes, fused = make_act(start, end, slope), (slope, 1.0), None
     if is_map(x, x.spatial):
         later = end_later(x, act, inplace, lambda count: (StepDerivative, x.carrier, count, slopes))
         if later is not None:
             return later
-        fused = run_act(x, act, inplace)
+        if x.patch != (1, 1) or is_told_by_result(act, x.dtype):
+            fused = run_act(x, act, inplace)
     if fused is None:
         with torch.no_grad():
-            fused = Fused(func(pixels(x), *args[1:], **kwargs), None, None)
+            value = pixels(x)
+            count = count_steep(find_steep(value, act), x.patch, x.spatial)  # before it is overwritten
+            fused = Fused(func(value, *args[1:], **kwargs), None, count)
     y, mean, count = fused
     if count is None:
         with torch.no_grad():
-            count = count_steep(find_steep(y, start, end), x.patch, x.spatial)
+            count = count_steep(find_steep(y, act), x.patch, x.spatial)
     return emit_act(x, y, mean, inplace, StepDerivative, x.carrier, hold(count), slopes)
 
 
@@ -209,6 +264,14 @@ FUNCTIONS = (
     "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit masked_fill"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
+
+
+CUTS = (
+    "clamp clamp_max clamp_min clip hardshrink hardsigmoid hardswish masked_fill maximum minimum softshrink threshold where"
+).split()
+"""Functions with pieces of slope 0 on which torch does not multiply with it."""
+NAN_SLOPES = "celu elu hardswish selu".split()
+"""Functions whose derivative at NaN is NaN in torch's vectors and 1 in its scalar code: it hangs on the place in memory."""
 
 
 SMOOTH = {"hardswish": HARDSWISH, "silu": SILU}
@@ -262,10 +325,14 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if inplace:
         pixels(args[0]).copy_(y)
     grads = [torch.zeros_like(y) if d is None else d for d in grads]
+    name = func.__name__.rstrip("_")
+    if met.patch != (1, 1) and name in NAN_SLOPES:  # no mean slope is finite that has NaN in it
+        grads = [d.masked_fill(z.isnan(), math.nan) for d, z in zip(grads, values, strict=True)]
     slopes = [pool_mean(d, met.patch, met.layout) for d in grads]
-    bounded = func.__name__.rstrip("_") in (*ACTIVATIONS, *DROPOUTS)
+    bounded = name in (*ACTIVATIONS, *DROPOUTS)
     derivatives = tuple(hold_map(d, met.choices, met.layout) if bounded else hold(d) for d in slopes)
-    return emit_into(args[0] if inplace else None, Derivative, met.make_out(y), derivatives, *met.carriers)
+    function = CutDerivative if name in CUTS and (met.patch == (1, 1) or name != "hardswish") else Derivative
+    return emit_into(args[0] if inplace else None, function, met.make_out(y), derivatives, *met.carriers)
 
 
 class PReLU(Function):
@@ -290,7 +357,7 @@ class PReLU(Function):
         share = steep_share(count, ctx.size, ctx.patch, g)
         gw = None
         if below is not None:
-            gw = (g * below).sum((0, 2, 3))
+            gw = cut(g * below, share - 1).sum((0, 2, 3))
             gw = gw if len(w) > 1 else gw.sum().reshape(w.shape)
         return g * (slope + (1 - slope) * share), gw, None, None, None
 
@@ -305,5 +372,5 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = pixels(x)
         y = func(value, w)
         below = hold_map(pool_mean(value.clamp(max=0), x.patch), x.choices) if w.requires_grad else None
-        steep = find_steep(value, 0, math.inf)
+        steep = value > 0
     return finish(x, y, PReLU.apply(x.carrier, w, steep, below, x.patch))  # type: ignore[arg-type]
