@@ -81,11 +81,9 @@ class StepDerivative(Carry):
     def backward(ctx: Any, g: Tensor) -> Any:
         (count,) = load(ctx)
         low, high = ctx.slopes
-        if ctx.patch == (1, 1):
-            steep = is_steep(count, g.shape)
-            # The first argument decides about the memory order of the result: g, not the mask.
-            gx = g.masked_fill(steep.logical_not(), 0) if not low else g * torch.where(steep, high, low).to(g.dtype)
-        elif is_map(g, ctx.layout) and native.can_scale(g, count):
+        if ctx.patch == (1, 1) and not low:
+            gx = g.masked_fill(is_steep(count, g.shape).logical_not(), 0)
+        elif ctx.patch != (1, 1) and is_map(g, ctx.layout) and native.can_scale(g, count):
             gx = native.scale_by_counts(g, count, ctx.slopes, ctx.size, ctx.patch)
         else:
             share = steep_share(count, ctx.size, ctx.patch, g, ctx.layout)
@@ -267,7 +265,8 @@ DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
 
 
 CUTS = (
-    "clamp clamp_max clamp_min clip hardshrink hardsigmoid hardswish masked_fill maximum minimum softshrink threshold where"
+    "clamp clamp_max clamp_min clip hardshrink hardsigmoid hardswish hardtanh masked_fill maximum minimum softshrink "
+    "threshold _threshold where"
 ).split()
 """Functions with pieces of slope 0 on which torch does not multiply with it."""
 NAN_SLOPES = "celu elu hardswish selu".split()
