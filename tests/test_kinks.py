@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfilter as gf
-import gradfilter.rules  # noqa: F401
+import gradfilter.rules
 import oracles
 from gradfilter import deferred, native
 from gradfilter.bench.setup import shake_
@@ -157,6 +157,7 @@ class TestActivation:
         x = make_map(dtype, layout).requires_grad_()
         with run_in(path):
             y = function(enter(x, Choices("layer", Tiling(patch=(1, 1)), "lift")) * 1.0)
+            assert isinstance(y, PatchTensor)
             g = torch.randint(1, 9, y.carrier.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
             g.view(-1)[::3], g.view(-1)[1::3] = math.nan, math.inf
             (got,) = torch.autograd.grad(y.carrier, x, g)
@@ -174,6 +175,7 @@ def test_flat_patches_stop_gradients_of_nan(name, layout, path):
     x = x.contiguous(memory_format=layout).requires_grad_()
     with run_in(path):
         y = function(enter(x, Choices("layer", Tiling(patch=patch), "lift")))
+        assert isinstance(y, PatchTensor)
         (gx,) = torch.autograd.grad(y.carrier, x, torch.full(y.carrier.shape, math.nan))
     assert gx[..., 2:4].isnan().all()
     assert (gx[..., :2] == 0).all()
@@ -197,6 +199,7 @@ def test_prelu(extra, dtype, path):
             continue
         with run_in(path):
             y = F.prelu(enter(inputs[0], Choices("layer", Tiling(patch=patch), "lift")), inputs[1])
+            assert isinstance(y, PatchTensor)
             results.append((y.detach(), *torch.autograd.grad(y.carrier, inputs, g)))
     for got, want in zip(*results, strict=True):
         close(got, want, dtype) if dtype is not torch.bfloat16 else torch.testing.assert_close(
@@ -207,6 +210,7 @@ def test_prelu(extra, dtype, path):
 def test_prelu_has_its_slope_below_at_nan_in_a_patch():
     x = torch.tensor([1.0, math.nan, -1.0, 2.0]).view(1, 1, 2, 2).requires_grad_()
     y = F.prelu(enter(x, Choices("layer", Tiling(patch=(2, 2)), "lift")), torch.tensor([0.5]))
+    assert isinstance(y, PatchTensor)
     (gx,) = torch.autograd.grad(y.carrier, x, torch.full(y.carrier.shape, 4.0))
     assert gx.sum() == 4 * (1 + 0.5 + 0.5 + 1) / 4
 
@@ -307,6 +311,10 @@ class ScalarReLU6(torch.autograd.Function):
         return g.masked_fill((x <= 0) | (x >= 6), 0)
 
 
+def run_scalar_relu6(x):
+    return ScalarReLU6.apply(x)
+
+
 class Tiny(nn.Module):
     """Convolution, norm, activation, twice, and a last convolution."""
 
@@ -347,7 +355,7 @@ def test_networks(name, odd, path):
                 x[1, 0, 3, 4] = odd
                 exact = copy.deepcopy(model)
                 if name == "relu6":
-                    exact.function = ScalarReLU6.apply
+                    exact.function = run_scalar_relu6  # type: ignore[assignment]
                 want = step(exact, x)
                 for trained in ("*", "last"):
                     ours = copy.deepcopy(model)
@@ -376,7 +384,7 @@ def test_frozen_layers(name, trunk, path):
     model = Tiny(lambda x: function(x), 16).eval()
     with torch.no_grad():
         model.first.weight.zero_()
-        model.first.bias.zero_()
+        nn.init.zeros_(model.first.bias)  # type: ignore[arg-type]
         model.first_norm.eps = 0.0
         points = find_points(torch.bfloat16, math.nan, math.inf, -math.inf).float()
         model.first_norm.bias.copy_(points[torch.arange(-13, 3)])

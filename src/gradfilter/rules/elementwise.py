@@ -92,7 +92,7 @@ class StepDerivative(Carry):
 
 
 def cut(gx: Tensor, slope: Tensor) -> Tensor:
-    """Return gx, and 0 where the slope is 0: there torch does not multiply, and lets no gradient that is NaN or infinite pass."""
+    """Return gx, and 0 where the slope is 0: torch does not multiply there, and no NaN or infinity passes."""
     return torch.where(slope == 0, 0, gx)
 
 
@@ -320,13 +320,12 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return args[0]
     if not grads or y.shape != shape:
         return NotImplemented
-    y = y.detach()
+    y, name = y.detach(), func.__name__.rstrip("_")
+    if met.patch != (1, 1) and name in NAN_SLOPES:  # before the values are overwritten
+        grads = [d if d is None else d.masked_fill(z.isnan(), math.nan) for d, z in zip(grads, values, strict=True)]
     if inplace:
         pixels(args[0]).copy_(y)
     grads = [torch.zeros_like(y) if d is None else d for d in grads]
-    name = func.__name__.rstrip("_")
-    if met.patch != (1, 1) and name in NAN_SLOPES:  # no mean slope is finite that has NaN in it
-        grads = [d.masked_fill(z.isnan(), math.nan) for d, z in zip(grads, values, strict=True)]
     slopes = [pool_mean(d, met.patch, met.layout) for d in grads]
     bounded = name in (*ACTIVATIONS, *DROPOUTS)
     derivatives = tuple(hold_map(d, met.choices, met.layout) if bounded else hold(d) for d in slopes)
