@@ -40,7 +40,7 @@ from gradfilter.environment import has_bfloat16
 from gradfilter.ops import native
 from gradfilter.recipe import Recipe, surround
 from gradfilter.rules.conv import as_pair
-from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, make_act
+from gradfilter.rules.elementwise import STEP_FUNCTIONS, find_step, is_odd, make_act
 from gradfilter.rules.functions import find_functions, is_inplace
 
 DTYPE = getattr(Tensor, "dtype").__get__  # noqa: B009 (by its name it would be a dtype to a type checker)
@@ -252,7 +252,7 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FrozenTensor) or (x.recipe is None and x.outer is None):
         return NotImplemented
     start, end, slope = find_step(func, args, kwargs)
-    if start > end:
+    if start > end or is_odd(func, end, slope):
         return NotImplemented
     inplace, act = is_inplace(func, kwargs), make_act(start, end, slope)
     recipe = wait_with(x, act)

@@ -106,49 +106,76 @@ def pool_slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
     if is_smooth(act):
         backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
         slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
+        if act == HARDSWISH:  # at NaN torch's vectors give NaN, but the last few numbers of a row 1
+            slope = slope.masked_fill(z.isnan(), math.nan)
         return pool_map(slope, patch, sums=False).to(y.dtype)
-    flat = y <= (0 if act.kind == LEAKY else act.lo)
-    if act.kind == CLAMP and act.hi < math.inf:
-        flat |= y >= act.hi
     # Half precision counts to 256 or 2048 only.
-    return pool_map(flat.logical_not_().float(), patch, sums=True).to(count_dtype(patch))
+    return pool_map(is_steep(z, y.to(z.dtype), act).float(), patch, sums=True).to(count_dtype(patch))
 
 
-def check_count(check: Check, y: Tensor, bounds: tuple[float, float], patch: Pair, layout: Layout = MAP) -> None:
+def is_steep(z: Tensor, y: Tensor, act: Act) -> Tensor:
+    """Tell where the slope is 1. At NaN it is between bounds, and not with a leaky kink, as torch's scalar code has it."""
+    if act.kind == LEAKY:
+        return y > 0
+    flat = (y <= act.lo).logical_or_(z <= act.lo)
+    if act.hi < math.inf:
+        # A bound that is rounded to half precision may lie between the bounds: y alone does not tell.
+        flat.logical_or_(y >= act.hi).logical_or_(z >= act.hi)
+    return flat.logical_not_()
+
+
+def check_count(check: Check, x: Tensor, act: Act, patch: Pair, layout: Layout = MAP) -> None:
     """Check the arguments of `count_steep`."""
-    check_pixels(check, y, patch, layout)
-    if not bounds[0] <= bounds[1]:
-        check.refuse("bounds", f"= {bounds}", "Give the lower bound first.")
+    check_pixels(check, x, patch, layout)
+    if act.kind not in (CLAMP, LEAKY):
+        check.refuse(
+            "act.kind", f"= {act.kind}", f"Give a clamp, {CLAMP}, or a leaky activation, {LEAKY}: others have no pieces."
+        )
 
 
 @operator(check=check_count)
-def count_steep(y: Tensor, bounds: tuple[float, float], patch: Pair, layout: Layout = MAP) -> Tensor:
-    """Return how many pixels of each patch lie strictly between two bounds: on the steep piece of a step activation.
+def count_steep(x: Tensor, act: Act, patch: Pair, layout: Layout = MAP) -> Tensor:
+    """Return how many pixels of each patch are on the steep piece of a clamp or a leaky activation.
 
-    Equation: c_I = #{ i ∈ I : lo < y_i < hi }, in the smallest integers that hold |I|; at patch 1 a bit per pixel, eight to a
-    byte, [⌈numel/8⌉] in the logical order of y.
-    Cost: two passes over y.
-    Exact when: always.
+    Equation: c_I = #{ i ∈ I : lo < x_i < hi }, of a leaky one #{ i ∈ I : x_i > 0 }, in the smallest integers that hold |I|; at
+    patch 1 a bit per pixel, eight to a byte, [⌈numel/8⌉] in the logical order of x.
+    Cost: three passes over x.
+    Exact when: always. NaN counts as between bounds, and not as above 0: torch's scalar code has it so.
 
     Args:
-        y: The result of the activation, a map or a tensor in another layout.
-        bounds: The bounds `(lo, hi)`.
+        x: The argument of the activation or its result, a map or a tensor in another layout.
+        act: The activation.
         patch: The patch `(h, w)`.
         layout: Which axes are rows and columns.
     """
-    return count_set(find_steep(y, *bounds), patch, layout)
+    return count_set(find_steep(x, act), patch, layout)
 
 
-def find_steep(y: Tensor, start: float, end: float) -> Tensor:
-    """Return 1 where y lies strictly between two bounds and 0 elsewhere, in one pass."""
-    one = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
-    if end == math.inf:
-        return torch.ops.aten.threshold_backward(one, y, start)
-    return torch.ops.aten.hardtanh_backward(one, y, start, end)
+def find_steep(x: Tensor, act: Act) -> Tensor:
+    """Return 1 where an activation has slope 1, and 0 elsewhere, from its argument or its result.
+
+    At NaN the slope is 1, and that of a leaky one the one below 0, as torch's scalar code has it: its vectors have 0 at NaN
+    between two bounds, so that what torch gives there hangs on the place of the pixel in memory.
+    """
+    if act.kind == LEAKY:
+        return x > 0
+    one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+    if act.hi == math.inf:
+        return torch.ops.aten.threshold_backward(one, x, act.lo)
+    if x.element_size() > 2 and -math.inf < act.lo < act.hi:
+        known = x.nan_to_num((act.lo + act.hi) / 2, act.hi, act.lo)
+        return torch.ops.aten.hardtanh_backward(one, known, act.lo, act.hi)
+    wide = x.float() if x.element_size() == 2 else x  # torch does not round the bounds to half precision here
+    return (wide <= act.lo).logical_or_(wide >= act.hi).logical_not_()
+
+
+def is_told_by_result(act: Act, dtype: torch.dtype) -> bool:
+    """Tell whether the result shows which piece a pixel is on: a bound that is rounded may lie between the bounds."""
+    return dtype.itemsize > 2 or all(torch.tensor(bound, dtype=dtype).item() == bound for bound in (act.lo, act.hi))
 
 
 def count_set(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
-    """Return how many pixels of each patch are set, as `count_steep` does, of a tensor of 1 and 0 in floating point."""
+    """Return how many pixels of each patch are set, as `count_steep` does, of a tensor of 1 and 0 or of booleans."""
     if patch == (1, 1):
         return pack_bits(steep)
     # Half precision counts to 256 or 2048 only.
@@ -210,7 +237,7 @@ def scale_by_counts(
 ) -> Tensor:
     """Return the gradient in front of a step activation: g times its mean slope over each patch.
 
-    Equation: Gx_I = G_I · (low + (high − low) · c_I/|I|).
+    Equation: Gx_I = G_I · (low + (high − low) · c_I/|I|); 0 where the slope is 0, even if G is NaN or infinite, as in torch.
     Cost: one pass over g; three operations per cell.
     Exact when: always, for a gradient that is constant in each patch.
 
@@ -223,5 +250,15 @@ def scale_by_counts(
         layout: Which axes are rows and columns.
     """
     low, high = slopes
+    if patch == (1, 1) and low == 0:
+        gx = g.masked_fill(unpack_bits(count, g.shape).logical_not_(), 0)
+        return gx if high == 1 else gx * high
     share = find_share(count, size, patch, g, layout)
-    return g * (share if slopes == (0, 1) else low + (high - low) * share)
+    if low != 0:
+        return g * (low + (high - low) * share)
+    return cut(g * (share if high == 1 else high * share), share)
+
+
+def cut(gx: Tensor, slope: Tensor) -> Tensor:
+    """Return gx, and 0 where the slope is 0: torch does not multiply there, and no NaN or infinity passes."""
+    return torch.where(slope == 0, 0, gx)

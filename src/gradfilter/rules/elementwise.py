@@ -17,7 +17,7 @@ from gradfilter.emit import defer, emit_into, finish
 from gradfilter.geometry.tiling import Pair, is_map, map_size
 from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.ops.activation import count_set, find_share, find_steep
+from gradfilter.ops.activation import count_set, cut, find_share, is_told_by_result
 from gradfilter.ops.native.values import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused
 from gradfilter.ops.pooling import pool_mean
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
@@ -44,6 +44,21 @@ class Derivative(Carry):
     def backward(ctx: Any, g: Tensor) -> Any:
         needed = ctx.needs_input_grad[1:-2]
         return None, *(g * d if need else None for d, need in zip(load(ctx), needed, strict=True)), None, None
+
+
+class CutDerivative(Derivative):
+    """Carry a gradient back through an elementwise f of pieces, some of them constant.
+
+    Equation: Gx = G · D, and 0 where D is 0, even if G is NaN or infinite.
+    Cost: two passes over each map at patch resolution; saves D, one number per cell and map.
+    Exact when: always, for the gradient that the tiling can carry.
+    """
+
+    @staticmethod
+    @coarse
+    def backward(ctx: Any, g: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:-2]
+        return None, *(cut(g * d, d) if need else None for d, need in zip(load(ctx), needed, strict=True)), None, None
 
 
 class StepDerivative(Carry):
@@ -91,6 +106,15 @@ def make_act(start: float, end: float, slope: float) -> Act:
     return Act(LEAKY if slope else CLAMP, start, end, slope)
 
 
+def is_odd(func: Any, end: float, slope: float) -> bool:
+    """Tell whether a function with an entry in `STEPS` is none of them at infinity.
+
+    A leaky ReLU of slope 0 is NaN at -inf, and a hardtanh without an upper bound flat at +inf.
+    """
+    name = func.__name__.rstrip("_")
+    return (name == "leaky_relu" and slope == 0) or (name == "hardtanh" and end == math.inf)
+
+
 @rule(*STEP_FUNCTIONS, any_layout=True)
 def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a piecewise linear activation; which piece a pixel is on shows in the result, so it may be in place."""
@@ -100,19 +124,24 @@ def step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, slope = find_step(func, args, kwargs)
     if slope < 0 or start > end:
         return NotImplemented
+    if is_odd(func, end, slope):
+        return elementwise(func, args, kwargs)
     act, slopes, fused = make_act(start, end, slope), (slope, 1.0), None
     if is_map(x, x.spatial):
         later = end_later(x, act, inplace, lambda count: (StepDerivative, x.carrier, count, slopes))
         if later is not None:
             return later
-        fused = run_act(x, act, inplace)
+        if x.patch != (1, 1) or is_told_by_result(act, x.dtype):
+            fused = run_act(x, act, inplace)
     if fused is None:
         with torch.no_grad():
-            fused = Fused(func(pixels(x), *args[1:], **kwargs), None, None)
+            value = pixels(x)
+            count = ops.count_steep(value, act, x.patch, x.spatial)  # before it is overwritten
+            fused = Fused(func(value, *args[1:], **kwargs), None, count)
     y, mean, count = fused
     if count is None:
         with torch.no_grad():
-            count = ops.count_steep(y, (start, end), x.patch, x.spatial)
+            count = ops.count_steep(y, act, x.patch, x.spatial)
     return emit_act(x, y, mean, inplace, StepDerivative, x.carrier, hold(count), slopes)
 
 
@@ -157,6 +186,15 @@ FUNCTIONS = (
     "atan2 hypot __rtruediv__ __rdiv__ exp2 cosh sinh tan atan erfc sinc xlogy logit masked_fill"
 ).split()
 DROPOUTS = "alpha_dropout dropout dropout2d feature_alpha_dropout".split()
+
+
+CUTS = (
+    "clamp clamp_max clamp_min clip hardshrink hardsigmoid hardswish hardtanh masked_fill maximum minimum softshrink "
+    "threshold _threshold where"
+).split()
+"""Functions with pieces of slope 0 on which torch does not multiply with it."""
+NAN_SLOPES = "celu elu hardswish selu".split()
+"""Functions whose derivative at NaN is NaN in torch's vectors and 1 in its scalar code: it hangs on the place in memory."""
 
 
 SMOOTH = {"hardswish": HARDSWISH, "silu": SILU}
@@ -206,14 +244,17 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return args[0]
     if not grads or y.shape != shape:
         return NotImplemented
-    y = y.detach()
+    y, name = y.detach(), func.__name__.rstrip("_")
+    if met.patch != (1, 1) and name in NAN_SLOPES:  # before the values are overwritten
+        grads = [d if d is None else d.masked_fill(z.isnan(), math.nan) for d, z in zip(grads, values, strict=True)]
     if inplace:
         pixels(args[0]).copy_(y)
     grads = [torch.zeros_like(y) if d is None else d for d in grads]
     slopes = [pool_mean(d, met.patch, met.layout) for d in grads]
-    bounded = func.__name__.rstrip("_") in (*ACTIVATIONS, *DROPOUTS)
+    bounded = name in (*ACTIVATIONS, *DROPOUTS)
     derivatives = tuple(hold_map(d, met.choices, met.layout) if bounded else hold(d) for d in slopes)
-    return emit_into(args[0] if inplace else None, Derivative, met.make_out(y), derivatives, *met.carriers)
+    function = CutDerivative if name in CUTS and (met.patch == (1, 1) or name != "hardswish") else Derivative
+    return emit_into(args[0] if inplace else None, function, met.make_out(y), derivatives, *met.carriers)
 
 
 class PReLU(Function):
@@ -238,7 +279,7 @@ class PReLU(Function):
         share = find_share(count, ctx.size, ctx.patch, g)
         gw = None
         if below is not None:
-            gw = (g * below).sum((0, 2, 3))
+            gw = cut(g * below, share - 1).sum((0, 2, 3))
             gw = gw if len(w) > 1 else gw.sum().reshape(w.shape)
         return g * (slope + (1 - slope) * share), gw, None, None, None
 
@@ -253,5 +294,5 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = pixels(x)
         y = func(value, w)
         below = hold_map(pool_mean(value.clamp(max=0), x.patch), x.choices) if w.requires_grad else None
-        steep = find_steep(value, 0, math.inf)
+        steep = value > 0
     return finish(x, y, PReLU.apply(x.carrier, w, steep, below, x.patch))  # type: ignore[arg-type]

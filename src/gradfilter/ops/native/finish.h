@@ -18,7 +18,7 @@ typedef struct {
     int64_t rows, columns;
     int64_t x_pitch, x_row, y_pitch, y_row; /* floats to the next pixel and row */
     float lo, hi, leak;
-    float flat_to, flat_from; /* slope 1 strictly between; NaN: no such bound */
+    float flat_to, flat_from; /* of CLAMP, slope 1 strictly between; NaN: no such bound */
 } cell;
 
 /* V vectors of channels of a cell: write y, return sums and minus the numbers of flat pixels. */
@@ -42,7 +42,9 @@ GF_INLINE void run_cell(const cell *q, const int kind, const int residual, const
                 if (kind == GF_LEAKY) z = gf_choose(z > none, z, z * leak);
                 (stream ? gf_stream : gf_store)(y + v * GF_LANES, z);
                 sum[v] += z;
-                if (kind != GF_IDENTITY) count[v] += (z <= to) | (z >= from);
+                /* NaN is steep between bounds and flat below a leaky kink, as in torch. */
+                if (kind == GF_CLAMP) count[v] += (z <= to) | (z >= from);
+                if (kind == GF_LEAKY) count[v] += ~(z > none);
             }
         }
     }
@@ -126,8 +128,8 @@ GF_INLINE void run_band_of(const gf_norm_act *t, const band *b, const int kind, 
     q.y_pitch = t->y ? m->c : b->pitch;
     q.y_row = q.y_pitch * m->w;
     q.lo = t->lo, q.hi = t->hi, q.leak = t->leak;
-    q.flat_to = kind == GF_LEAKY ? 0 : t->lo;
-    q.flat_from = kind == GF_LEAKY || t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
+    q.flat_to = t->lo;
+    q.flat_from = t->hi == __builtin_inff() ? __builtin_nanf("") : t->hi;
     for (int64_t j = 0; j < to.cells; j++) {
         const int64_t left = j * m->pw;
         q.columns = gf_least(m->pw, m->w - left);

@@ -85,7 +85,7 @@ GF_INLINE L(vf) L(activate)(L(vf) z, const strip *s, const int kind, L(vf) *shar
         gate = L(choose)(z > 3, L(splat)(6), gate);
         *share = L(choose)(z >= 3, L(splat)(1), z * (1.0f / 3) + 0.5f);
         *share = L(choose)(z <= -3, L(splat)(0), *share);
-        return z * gate * (1.0f / 6);
+        return z * gate / 6.0f; /* torch's own rounding */
     }
     if (kind == GF_SILU) {
         L(vf) below = 1 + L(exponential)(-z);
@@ -115,9 +115,13 @@ GF_INLINE int64_t L(run_cell)(const strip *s, int64_t cell, int64_t i, const int
             L(vf) y = L(activate)(z, s, kind, &share);
             if (s->y) y = L(store)(s->y, at, y, dtype);
             sum += y;
-            /* A comparison that holds is -1. */
-            if (steps)
-                count += (y <= s->flat_to) | (y >= s->flat_from);
+            /* A comparison that holds is -1. NaN is steep between bounds and flat below a leaky kink, as in torch. A bound that
+             * is rounded to half precision may lie between the bounds: y alone does not tell. */
+            if (kind == GF_LEAKY)
+                count += ~(y > 0);
+            else if (kind == GF_CLAMP)
+                count += dtype == GF_FLOAT32 ? (y <= s->flat_to) | (y >= s->flat_from)
+                                             : (y <= s->flat_to) | (y >= s->flat_from) | (z <= s->flat_to) | (z >= s->flat_from);
             else
                 slope += share;
         }

@@ -15,7 +15,7 @@ typedef struct {
     const float *scales, *shifts; /* per element, or NULL: the numbers below */
     float scale, shift;
     float lo, hi, leak;
-    float flat_to, flat_from; /* slope 1 strictly between; NaN: no such bound */
+    float flat_to, flat_from; /* of CLAMP, slope 1 strictly between; NaN: no such bound */
     float *sums, *slopes;     /* per cell and element, or NULL */
     int first;                /* set the sums instead of adding to them */
 } strip;
@@ -106,8 +106,8 @@ static void finish(const gf_norm_act *t, const float *sums, const float *slopes,
 
 static strip make_strip(const gf_norm_act *t) {
     strip s = {.scale = 1, .shift = -0.0f, .lo = t->lo, .hi = t->hi, .leak = t->leak};
-    s.flat_to = t->kind == GF_LEAKY ? 0 : t->lo;
-    s.flat_from = t->kind == GF_LEAKY || t->hi == INFINITY ? NAN : t->hi;
+    s.flat_to = t->lo;
+    s.flat_from = t->hi == INFINITY ? NAN : t->hi;
     return s;
 }
 
