@@ -1,0 +1,232 @@
+"""A judge of what the C library makes of chains of layers.
+
+A chain is run three times: in single precision with the library, in single precision by torch alone, and in double precision
+by torch alone, which is the truth. Both single runs must be as close to the truth as rounding allows (`TOLERANCE`), with one
+exception. Where a pixel lies within rounding of a kink of its activation, either side of the kink is right, and so is either
+of two equal maxima of a pooling. A gradient counts those pixels, so it changes by a finite step, however small the rounding.
+
+No looser tolerance tells such a step from a defect. So the judge finds these pixels (`find_close`), in double precision and
+with an estimate of the rounding of each number, and then either moves the biases until there are none (`move_away`), or sets
+the truth to the other side of the kink (`Sides`), pixel by pixel, until it is the one that a single run has computed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import gradfilter as gf
+from chain_networks import UNIT, ConvPart, Network, Pixel, Probe, find_close, make_network
+from gradfilter import native
+from gradfilter.errors import ExitWarning
+from layer_chains import Chain
+
+TOLERANCE = 256 * UNIT
+"""How far a gradient of a single run may be from the truth, relative to the sum of absolute values that it is a sum of.
+
+A bound of rounding would be `UNIT` times the number of terms of all sums that a gradient comes through, some thousands.
+Rounding errors have either sign, so they add up as the root of that: 50 or 100, and half of all chains stay below 6. What one
+pixel on the other side of a kink adds is a share of the sum: one over the pixels and channels, 10,000 `UNIT` and more.
+"""
+CONDITIONS = 16
+"""How far it may be where layers multiply rounding errors: relative to what rounding of the parameters alone does."""
+FEW_SIDES = 5
+"""Up to so many close pixels, all combinations of sides are tried."""
+HEAD = 0
+"""The number of the head; parts count from 1."""
+
+
+class Sides(Probe):
+    """Put pixels on the other side of their kink, and note how large the sums are that gradients are made of.
+
+    Attributes:
+        pixels: The pixels.
+        inputs: Per layer, the largest absolute values of its input's channels.
+        sums: Per layer, the sums over pixels of the absolute gradient of its output, per channel.
+    """
+
+    def __init__(self, pixels: Sequence[Pixel] = ()) -> None:
+        self.pixels = pixels
+        self.inputs: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
+
+    def read(self, part: int, x: Tensor) -> Tensor:
+        mine = [p for p in self.pixels if p.part == part]
+        if not mine:
+            return x
+        steps = torch.zeros(x.shape, dtype=x.dtype)
+        for pixel in mine:
+            steps[pixel.at] = pixel.step
+        return x + steps
+
+    def layer(self, part: ConvPart, x: Tensor, y: Tensor) -> None:
+        self.inputs[part.number] = largest(x.detach() * 1)
+        carrier = getattr(y, "carrier", y)
+        if carrier.requires_grad:
+            carrier.register_hook(lambda g: self.sums.__setitem__(part.number, level(g.abs().sum((0, 2, 3)))))
+
+    def head(self, x: Tensor) -> None:
+        self.inputs[HEAD] = largest(x.detach() * 1)
+
+
+def level(sums: Tensor) -> Tensor:
+    """Return sums per channel, none smaller than their mean: a channel's own may cancel, its rounding does not."""
+    return sums.maximum(sums.mean())
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest absolute values of the channels, by `level`."""
+    return level(x.abs().amax((0, 2, 3)))
+
+
+class Run(NamedTuple):
+    """The output and the gradients of a step; those of parameters that are not trained are left out."""
+
+    values: dict[str, Tensor]
+
+
+def run_step(model: Network, x: Tensor, probe: Probe | None = None) -> Run:
+    """Run a step of training on a network under a plan."""
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExitWarning)
+        y = model(x, probe)
+    (y * make_weights(y)).sum().backward()
+    return Run({"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+
+
+def make_weights(y: Tensor) -> Tensor:
+    """Return what outputs are multiplied with: the loss is a sum without kinks."""
+    return torch.linspace(-1, 1.5, y.numel(), dtype=y.dtype).cos().reshape(y.shape)
+
+
+class Judge:
+    """A chain's network in single and double precision, and the truth."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.network, self.x = make_network(chain)
+        self.exact = make_network(chain)[0].double()
+        self.close = find_close(self.exact, self.x.double())
+        for network in (self.network, self.exact):
+            gf.apply_(network, chain.make_plan())
+        seen = Sides()
+        self.truth = self.run_exact(seen)
+        self.scales = find_scales(self.exact, seen, self.truth.values["y"])
+
+    def run_exact(self, sides: Sides) -> Run:
+        """Return the truth for some sides of the close pixels."""
+        with native.off():
+            return run_step(self.exact, self.x.double(), sides)
+
+    def run_library(self) -> Run:
+        """Return what the library computes."""
+        return run_step(self.network, self.x)
+
+    def run_torch(self) -> Run:
+        """Return what torch computes in single precision."""
+        with native.off():
+            return run_step(self.network, self.x)
+
+    def error(self, run: Run, truth: Run | None = None) -> tuple[float, str]:
+        """Return the largest error of a run relative to the sums of absolute values, and of what it is."""
+        truth = self.truth if truth is None else truth
+        assert run.values.keys() == truth.values.keys()
+        errors = {}
+        for name, value in truth.values.items():
+            off = (run.values[name].double() - value.double()).abs()
+            # Nothing but zeros has no rounding.
+            errors[name] = float((off / self.scales[name]).where(off > 0, 0).max())
+        worst = max(errors, key=errors.__getitem__)
+        return errors[worst], worst
+
+    def agrees(self, run: Run) -> bool:
+        """Tell whether a run is the truth but for rounding."""
+        error = self.error(run)[0]
+        return error <= TOLERANCE or error <= CONDITIONS * self.measure_condition()
+
+    def measure_condition(self, tries: int = 3) -> float:
+        """Return the error of the truth where each parameter has an error like that of one rounding; 0 beside a kink."""
+        if self.close:
+            return 0.0
+        parameters, found = list(self.exact.parameters()), 0.0
+        own = [p.detach().clone() for p in parameters]
+        for seed in range(tries):
+            generator = torch.Generator().manual_seed(seed)
+            for p, values in zip(parameters, own, strict=True):
+                p.data = values * (1 + UNIT * torch.randn(values.shape, dtype=values.dtype, generator=generator))
+            found = max(found, self.error(self.run_exact(Sides()))[0])
+        for p, values in zip(parameters, own, strict=True):
+            p.data = values
+        return found
+
+    def run_other_sides(self, pixels: Sequence[Pixel]) -> list[Run]:
+        """Return the truth with some pixels below their kinks, and above."""
+        return [self.run_exact(Sides([p for p in pixels if (p.step > 0) == above])) for above in (False, True)]
+
+    def find_sides(self, run: Run) -> tuple[float, list[Pixel]]:
+        """Return the error of a run for the sides that it has taken, and which pixels are on the other side there."""
+        if len(self.close) <= FEW_SIDES:
+            flags = product((False, True), repeat=len(self.close))
+            choices = [[p for p, other in zip(self.close, others, strict=True) if other] for others in flags]
+            tried = [(self.error(run, self.run_exact(Sides(pixels)))[0], pixels) for pixels in choices]
+            return min(tried, key=lambda pair: pair[0])
+        best: tuple[float, list[Pixel]] = (self.error(run)[0], [])
+        for _ in range(3):  # one after the other, as long as that helps
+            before = best[0]
+            for pixel in self.close:
+                other = [p for p in best[1] if p != pixel] if pixel in best[1] else [*best[1], pixel]
+                best = min(best, (self.error(run, self.run_exact(Sides(other)))[0], other), key=lambda pair: pair[0])
+                if best[0] <= TOLERANCE:
+                    return best
+            if best[0] == before:
+                break
+        return best
+
+
+def find_conv_scales(part: ConvPart, seen: Sides) -> dict[str, Tensor]:
+    """Return, by parameter, the sums of absolute values that its gradient is a sum of."""
+    conv, norm = part.conv, part.norm
+    total, x = seen.sums[part.number], seen.inputs[part.number]
+    factor, found = torch.ones_like(total), {}
+    x = x.reshape(conv.groups, -1).amax(1).repeat_interleave(len(total) // conv.groups)[:, None] if conv.groups > 1 else x
+    folded = (total[:, None] * x)[..., None, None].expand_as(conv.weight)
+    if norm is not None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        inverse = (norm.running_var + norm.eps).rsqrt()
+        factor = (norm.weight * inverse).abs()
+        mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
+        found["norm.weight"] = level(((folded * conv.weight).abs().sum((1, 2, 3)) + mean.abs() * total) * inverse)
+        found["norm.bias"] = total
+    found["conv.weight"] = folded * factor[:, None, None, None]
+    found["conv.bias"] = total * factor
+    return found
+
+
+def find_scales(exact: Network, seen: Sides, y: Tensor) -> dict[str, Tensor]:
+    """Return, by name, the sums of absolute values that output and gradients are sums of."""
+    scales: dict[str, Tensor] = {}
+    for name, part in exact.named_modules():
+        if isinstance(part, ConvPart) and part.number in seen.sums:
+            scales |= {f"{name}.{key}": value.detach() for key, value in find_conv_scales(part, seen).items()}
+    head, total, means = exact.head, make_weights(y).abs().sum(0), seen.inputs[HEAD]  # means are no larger than pixels
+    scales["head.weight"], scales["head.bias"] = level(total)[:, None] * means, level(total)
+    scales["y"] = ((head.weight.abs() * means).sum(1) + head.bias.abs()).detach()
+    return scales
+
+
+def move_away(chain: Chain, most: int = 30) -> Chain:
+    """Return the chain with biases moved by about a thousandth, as often as it takes until no pixel is close to a kink."""
+    for moves in range(most):
+        moved = replace(chain, moves=chain.moves + moves)
+        network, x = make_network(moved)
+        if not find_close(network.double(), x.double()):
+            return moved
+    raise AssertionError(f"pixels stay close to kinks: {chain}")
