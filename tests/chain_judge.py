@@ -6,12 +6,13 @@ exception. Where a pixel lies within rounding of a kink of its activation, eithe
 of two equal maxima of a pooling. A gradient counts those pixels, so it changes by a finite step, however small the rounding.
 
 No looser tolerance tells such a step from a defect. So the judge finds these pixels (`find_close`), in double precision and
-with an estimate of the rounding of each number, and then either moves the biases until there are none (`move_away`), or sets
-the truth to the other side of the kink (`Sides`), pixel by pixel, until it is the one that a single run has computed.
+with an estimate of the rounding of each number. Then it either moves the biases until there are none, which leaves nothing
+but rounding, or sets the truth to the other side of kinks (`Sides`), pixel by pixel, until it is what a single run computes.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ pixel on the other side of a kink adds is a share of the sum: one over the pixel
 """
 CONDITIONS = 16
 """How far it may be where layers multiply rounding errors: relative to what rounding of the parameters alone does."""
+MOVES = 30
+"""So many times biases are moved, at most."""
 FEW_SIDES = 5
 """Up to so many close pixels, all combinations of sides are tried."""
 HEAD = 0
@@ -107,13 +110,26 @@ def make_weights(y: Tensor) -> Tensor:
 
 
 class Judge:
-    """A chain's network in single and double precision, and the truth."""
+    """A chain's network in single and double precision, and the truth.
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        self.network, self.x = make_network(chain)
-        self.exact = make_network(chain)[0].double()
-        self.close = find_close(self.exact, self.x.double())
+    Attributes:
+        chain: The chain, with its moves.
+        close: The pixels that are within rounding of a kink.
+        truth: What a step gives in double precision.
+        scales: By name, the sums of absolute values that output and gradients are sums of.
+    """
+
+    def __init__(self, chain: Chain, away: bool = False) -> None:
+        """Make the networks; `away` from kinks, by moves of the biases as long as pixels are close to one."""
+        for moves in range(MOVES):
+            self.chain = replace(chain, moves=chain.moves + moves)
+            self.network, self.x = make_network(self.chain)
+            self.exact = copy.deepcopy(self.network).double()
+            self.close = find_close(self.exact, self.x.double())
+            if not (away and self.close):
+                break
+        else:
+            raise AssertionError(f"pixels stay close to kinks: {chain}")
         for network in (self.network, self.exact):
             gf.apply_(network, chain.make_plan())
         seen = Sides()
@@ -220,13 +236,3 @@ def find_scales(exact: Network, seen: Sides, y: Tensor) -> dict[str, Tensor]:
     scales["head.weight"], scales["head.bias"] = level(total)[:, None] * means, level(total)
     scales["y"] = ((head.weight.abs() * means).sum(1) + head.bias.abs()).detach()
     return scales
-
-
-def move_away(chain: Chain, most: int = 30) -> Chain:
-    """Return the chain with biases moved by about a thousandth, as often as it takes until no pixel is close to a kink."""
-    for moves in range(most):
-        moved = replace(chain, moves=chain.moves + moves)
-        network, x = make_network(moved)
-        if not find_close(network.double(), x.double()):
-            return moved
-    raise AssertionError(f"pixels stay close to kinks: {chain}")

@@ -289,13 +289,13 @@ def make_network(chain: Chain) -> tuple[Network, Tensor]:
     generator = torch.Generator().manual_seed(chain.seed)
     network = Network(chain.steps, chain.channels, generator)
     x = torch.randn(chain.batch, chain.channels, *chain.size, generator=generator) * 2
+    for number in range(chain.planted):
+        plant(network, x, random.Random(f"{chain.seed} {number}"))
     for move in range(chain.moves):
         draw = torch.Generator().manual_seed(move)
         with torch.no_grad():
             for p in (x, *(p for p in network.parameters() if p.dim() == 1)):
                 p.add_(torch.randn(p.shape, generator=draw), alpha=1e-3)
-    for number in range(chain.planted):
-        plant(network, x, random.Random(f"{chain.seed} {number}"))
     return network, x.contiguous(memory_format=torch.channels_last)
 
 

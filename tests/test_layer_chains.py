@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chain_judge import TOLERANCE, Judge, make_weights, move_away, native
+from chain_judge import TOLERANCE, Judge, make_weights, native
 from layer_chains import Act, Chain, Conv, Pad, Pool, Residual, draw_chain
 
 pytestmark = pytest.mark.skipif(not native.is_on(), reason="the C library was not built, or is switched off")
 
-CHAINS = int(os.environ.get("GRADFILTER_CHAINS", "100"))
+CHAINS = int(os.environ.get("GRADFILTER_CHAINS", "160"))
 """How many chains: a second has about 12."""
 EVERY = 20
 """Chains in one test."""
@@ -27,7 +27,7 @@ def test_chains_away_from_kinks(start):
     far more (`test_one_count_is_seen`).
     """
     for seed in range(start, start + EVERY):
-        judge = Judge(move_away(draw_chain(seed)))
+        judge = Judge(draw_chain(seed), away=True)
         for name, run in (("library", judge.run_library()), ("torch", judge.run_torch())):
             assert judge.agrees(run), f"{name}: {judge.error(run)} in {judge.chain}"
 
@@ -91,7 +91,7 @@ def test_the_step_at_a_kink_is_one_pixel(seed):
 def test_one_count_is_seen(size, monkeypatch):
     """A defect by which one pixel of one patch is counted on the wrong side, away from kinks, is beyond the tolerance."""
     steps = Conv(32, (3, 3), padding=(1, 1)), Act("relu"), Conv(16, (3, 3), padding=(1, 1)), Act("silu")
-    judge = Judge(move_away(Chain(steps, size=size, batch=3)))
+    judge = Judge(Chain(steps, size=size, batch=3), away=True)
     assert judge.agrees(judge.run_library())
     scale, wrong = native.scale_by_counts, []
 
