@@ -13,11 +13,9 @@ but rounding, or sets the truth to the other side of kinks (`Sides`), pixel by p
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from torch import Tensor
 import gradfilter as gf
 from chain_networks import UNIT, ConvPart, Network, Pixel, Probe, find_close, make_network
 from gradfilter import native
-from gradfilter.errors import ExitWarning
 from layer_chains import Chain
 
 TOLERANCE = 256 * UNIT
@@ -88,20 +85,16 @@ def largest(x: Tensor) -> Tensor:
     return level(x.abs().amax((0, 2, 3)))
 
 
-class Run(NamedTuple):
-    """The output and the gradients of a step; those of parameters that are not trained are left out."""
-
-    values: dict[str, Tensor]
+Run = dict[str, Tensor]
+"""The output "y" and the gradients of a step; those of parameters that are not trained are left out."""
 
 
 def run_step(model: Network, x: Tensor, probe: Probe | None = None) -> Run:
     """Run a step of training on a network under a plan."""
     model.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExitWarning)
-        y = model(x, probe)
+    y = model(x, probe)
     (y * make_weights(y)).sum().backward()
-    return Run({"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
 def make_weights(y: Tensor) -> Tensor:
@@ -134,7 +127,7 @@ class Judge:
             gf.apply_(network, chain.make_plan())
         seen = Sides()
         self.truth = self.run_exact(seen)
-        self.scales = find_scales(self.exact, seen, self.truth.values["y"])
+        self.scales = find_scales(self.exact, seen, self.truth["y"])
 
     def run_exact(self, sides: Sides) -> Run:
         """Return the truth for some sides of the close pixels."""
@@ -152,13 +145,11 @@ class Judge:
 
     def error(self, run: Run, truth: Run | None = None) -> tuple[float, str]:
         """Return the largest error of a run relative to the sums of absolute values, and of what it is."""
-        truth = self.truth if truth is None else truth
-        assert run.values.keys() == truth.values.keys()
-        errors = {}
-        for name, value in truth.values.items():
-            off = (run.values[name].double() - value.double()).abs()
-            # Nothing but zeros has no rounding.
-            errors[name] = float((off / self.scales[name]).where(off > 0, 0).max())
+        truth, errors = self.truth if truth is None else truth, {}
+        assert run.keys() == truth.keys()
+        for name, value in truth.items():
+            off = (run[name].double() - value).abs().nan_to_num(torch.inf)
+            errors[name] = float((off / self.scales[name]).where(off > 0, 0).max())  # where all is zero, nothing is rounded
         worst = max(errors, key=errors.__getitem__)
         return errors[worst], worst
 

@@ -144,7 +144,7 @@ class ActPart(nn.Module):
     def spread(self, x: Spread, close: list[Pixel]) -> Spread:
         """Return the result and the variance of its rounding; note pixels close to a kink."""
         z, v = x
-        y, name = self.run(z, False), self.step.name
+        y = self.run(z, False)
         with torch.enable_grad():
             leaf = z.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(self.run(leaf, False).sum(), leaf)
@@ -154,10 +154,15 @@ class ActPart(nn.Module):
             for at in near.nonzero().tolist():
                 off = float(z[tuple(at)]) - kink
                 close.append(Pixel(self.number, tuple(at), -off - (1e-12 if off > 0 else -1e-12)))
-        own = {"hardswish": (4 + z**2) * (z > -3), "silu": 64 * y**2}.get(
-            name, y**2 if name == "leaky_relu" else torch.zeros(())
-        )
-        return Spread(y, v * slope**2 + UNIT**2 * own)
+        return Spread(y, v * slope**2 + UNIT**2 * self.find_own(z, y))
+
+    def find_own(self, z: Tensor, y: Tensor) -> Tensor:
+        """Return the variance, in squares of `UNIT`, of what the activation itself rounds."""
+        if self.step.name == "hardswish":
+            return (4 + z**2) * (z > -3)
+        if self.step.name == "silu":  # the library's exponential is exact to 2e-7
+            return 64 * y**2
+        return y**2 if self.step.name == "leaky_relu" else torch.zeros_like(y)
 
 
 class PoolPart(nn.Module):

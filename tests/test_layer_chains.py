@@ -76,15 +76,15 @@ def test_the_step_at_a_kink_is_one_pixel(seed):
     _, sides = judge.find_sides(judge.truth)
     assert sides == []
     flat, steep = judge.run_other_sides(judge.close)
-    step = (steep.values["parts.0.conv.bias"] - flat.values["parts.0.conv.bias"]).detach()
-    weights = make_weights(judge.truth.values["y"]) @ judge.exact.head.weight.detach()  # the gradient of the means
+    step = (steep["parts.0.conv.bias"] - flat["parts.0.conv.bias"]).detach()
+    weights = make_weights(judge.truth["y"]) @ judge.exact.head.weight.detach()  # the gradient of the means
     want = torch.zeros_like(step)
     want[channel] = weights[image, channel] / (6 * 8)  # of a mean over 48 pixels, that of one
     torch.testing.assert_close(step, want, rtol=1e-9, atol=1e-12)
     for run in (judge.run_library(), judge.run_torch()):
-        biases = run.values["parts.0.conv.bias"].double()
-        nearest = min((flat, steep), key=lambda truth: (biases - truth.values["parts.0.conv.bias"]).abs().max())
-        torch.testing.assert_close(biases, nearest.values["parts.0.conv.bias"], rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+        biases = run["parts.0.conv.bias"].double()
+        nearest = min((flat, steep), key=lambda truth: (biases - truth["parts.0.conv.bias"]).abs().max())
+        torch.testing.assert_close(biases, nearest["parts.0.conv.bias"], rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("size", [(8, 8), (13, 14)])
