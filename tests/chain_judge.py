@@ -29,11 +29,15 @@ TOLERANCE = 256 * UNIT
 """How far a gradient of a single run may be from the truth, relative to the sum of absolute values that it is a sum of.
 
 A bound of rounding would be `UNIT` times the number of terms of all sums that a gradient comes through, some thousands.
-Rounding errors have either sign, so they add up as the root of that: 50 or 100, and half of all chains stay below 6. What one
-pixel on the other side of a kink adds is a share of the sum: one over the pixels and channels, 10,000 `UNIT` and more.
+Rounding errors have either sign, so they add up as the root of that: half of all chains stay below 6 `UNIT`, of 1000 one comes
+to more than 72, and of 4700 none to more than 152, by torch alone as with the library. What one pixel on the other side of a
+kink adds is its share of a sum over pixels and channels: 3,000 to 400,000 `UNIT` there.
 """
 CONDITIONS = 16
-"""How far it may be where layers multiply rounding errors: relative to what rounding of the parameters alone does."""
+"""How far it may be where layers multiply rounding errors: relative to what rounding of the parameters alone does.
+
+All other numbers are rounded, too, of which there are more; six times as much is the most that was seen.
+"""
 MOVES = 30
 """So many times biases are moved, at most."""
 FEW_SIDES = 5

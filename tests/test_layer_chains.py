@@ -17,6 +17,17 @@ EVERY = 20
 """Chains in one test."""
 
 
+@pytest.fixture
+def some_level(start):
+    """Run a test at one of the levels of the instruction set that this CPU has, the next one at the next."""
+    library = native.load()
+    assert library is not None
+    library.gf_set_level(start // EVERY % (library.gf_best_level() + 1))
+    yield
+    library.gf_set_level(-1)
+
+
+@pytest.mark.usefixtures("some_level")
 @pytest.mark.parametrize("start", range(0, CHAINS, EVERY))
 def test_chains_away_from_kinks(start):
     """Away from kinks there is nothing but rounding, so the tolerance is one for rounding alone.
