@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import gradfilter as gf
-from chain_networks import UNIT, ConvPart, Network, Pixel, Probe, find_close, make_network
+from chain_networks import LEAST, UNIT, ConvPart, Network, Pixel, Probe, find_close, make_network
 from gradfilter import native
 from layer_chains import Chain
 
@@ -50,23 +50,28 @@ class Sides(Probe):
     """Put pixels on the other side of their kink, and note how large the sums are that gradients are made of.
 
     Attributes:
-        pixels: The pixels.
+        others: The pixels.
+        close: All pixels that are close to a kink: a step of one of them must not take another to its other side.
         inputs: Per layer, the largest absolute values of its input's channels.
         sums: Per layer, the sums over pixels of the absolute gradient of its output, per channel.
     """
 
-    def __init__(self, pixels: Sequence[Pixel] = ()) -> None:
-        self.pixels = pixels
+    def __init__(self, others: Sequence[Pixel] = (), close: Sequence[Pixel] = ()) -> None:
+        self.others, self.close = others, close
         self.inputs: dict[int, Tensor] = {}
         self.sums: dict[int, Tensor] = {}
 
     def read(self, part: int, x: Tensor) -> Tensor:
-        mine = [p for p in self.pixels if p.part == part]
+        mine = [p for p in self.close if p.part == part]
         if not mine:
             return x
-        steps = torch.zeros(x.shape, dtype=x.dtype)
+        value, steps = x.detach() * 1, torch.zeros(x.shape, dtype=x.dtype)
         for pixel in mine:
-            steps[pixel.at] = pixel.step
+            is_other, above = pixel in self.others, (pixel.step > 0) == (pixel in self.others)
+            if pixel.kink is None:
+                steps[pixel.at] = pixel.step if is_other else 0
+            elif (float(value[pixel.at]) > pixel.kink) != above:
+                steps[pixel.at] = pixel.kink - float(value[pixel.at]) + (LEAST if above else -LEAST)
         return x + steps
 
     def layer(self, part: ConvPart, x: Tensor, y: Tensor) -> None:
@@ -179,21 +184,23 @@ class Judge:
 
     def run_other_sides(self, pixels: Sequence[Pixel]) -> list[Run]:
         """Return the truth with some pixels below their kinks, and above."""
-        return [self.run_exact(Sides([p for p in pixels if (p.step > 0) == above])) for above in (False, True)]
+        return [self.run_exact(Sides([p for p in pixels if (p.step > 0) == above], pixels)) for above in (False, True)]
 
     def find_sides(self, run: Run) -> tuple[float, list[Pixel]]:
         """Return the error of a run for the sides that it has taken, and which pixels are on the other side there."""
         if len(self.close) <= FEW_SIDES:
             flags = product((False, True), repeat=len(self.close))
             choices = [[p for p, other in zip(self.close, others, strict=True) if other] for others in flags]
-            tried = [(self.error(run, self.run_exact(Sides(pixels)))[0], pixels) for pixels in choices]
+            tried = [(self.error(run, self.run_exact(Sides(pixels, self.close)))[0], pixels) for pixels in choices]
             return min(tried, key=lambda pair: pair[0])
         best: tuple[float, list[Pixel]] = (self.error(run)[0], [])
         for _ in range(3):  # one after the other, as long as that helps
             before = best[0]
             for pixel in self.close:
                 other = [p for p in best[1] if p != pixel] if pixel in best[1] else [*best[1], pixel]
-                best = min(best, (self.error(run, self.run_exact(Sides(other)))[0], other), key=lambda pair: pair[0])
+                best = min(
+                    best, (self.error(run, self.run_exact(Sides(other, self.close)))[0], other), key=lambda pair: pair[0]
+                )
                 if best[0] <= TOLERANCE:
                     return best
             if best[0] == before:

@@ -22,6 +22,8 @@ UNIT = 2.0**-24
 """Half the distance from 1 to the next number in single precision: the relative error of one rounding."""
 CLOSE = 10.0
 """Pixels are close to a kink up to so many standard deviations of their rounding error."""
+LEAST = 1e-12
+"""How far from a kink a pixel is put."""
 KINKS = {"relu": (0.0,), "relu6": (0.0, 6.0), "leaky_relu": (0.0,), "hardswish": (-3.0, 3.0), "silu": ()}
 """Where the derivative of an activation jumps."""
 
@@ -33,11 +35,13 @@ class Pixel(NamedTuple):
         part: The number of the part whose input it is.
         at: Its index [n, c, h, w].
         step: What has to be added to it to lie on the other side, in double precision.
+        kink: Where the kink is; `None` for a pixel that is second in a window.
     """
 
     part: int
     at: tuple[int, ...]
     step: float
+    kink: float | None = None
 
 
 class Spread(NamedTuple):
@@ -153,7 +157,7 @@ class ActPart(nn.Module):
             slope = torch.where(near, 1.5, slope)
             for at in near.nonzero().tolist():
                 off = float(z[tuple(at)]) - kink
-                close.append(Pixel(self.number, tuple(at), -off - (1e-12 if off > 0 else -1e-12)))
+                close.append(Pixel(self.number, tuple(at), -off - (LEAST if off > 0 else -LEAST), kink))
         return Spread(y, v * slope**2 + UNIT**2 * self.find_own(z, y))
 
     def find_own(self, z: Tensor, y: Tensor) -> Tensor:
@@ -213,7 +217,7 @@ class PoolPart(nn.Module):
             near = inside & (gap > 0) & (gap <= CLOSE * total.sqrt())
             for at in near.nonzero().tolist():
                 pixel = (*at[:2], int(rows[at[2]]), int(columns[at[3]]))
-                found[pixel] = max(found.get(pixel, 0.0), float(gap[tuple(at)]) + 1e-12)
+                found[pixel] = max(found.get(pixel, 0.0), float(gap[tuple(at)]) + LEAST)
         return [Pixel(self.number, at, gap) for at, gap in found.items()]
 
 
