@@ -41,7 +41,7 @@ All other numbers are rounded, too, of which there are more; six times as much i
 MOVES = 30
 """So many times biases are moved, at most."""
 FEW_SIDES = 5
-"""Up to so many close pixels, all combinations of sides are tried."""
+"""Up to so many close pixels that differ, all combinations of sides are tried."""
 HEAD = 0
 """The number of the head; parts count from 1."""
 
@@ -186,26 +186,30 @@ class Judge:
         """Return the truth with some pixels below their kinks, and above."""
         return [self.run_exact(Sides([p for p in pixels if (p.step > 0) == above], pixels)) for above in (False, True)]
 
+    def group_close(self) -> list[list[Pixel]]:
+        """Return the close pixels; those of one channel that are the same number, as where it reads zeros, together."""
+        groups: dict[tuple[int, int, float], list[Pixel]] = {}
+        for pixel in self.close:
+            groups.setdefault((pixel.part, pixel.at[1], pixel.step), []).append(pixel)
+        return list(groups.values())
+
     def find_sides(self, run: Run) -> tuple[float, list[Pixel]]:
         """Return the error of a run for the sides that it has taken, and which pixels are on the other side there."""
-        if len(self.close) <= FEW_SIDES:
-            flags = product((False, True), repeat=len(self.close))
-            choices = [[p for p, other in zip(self.close, others, strict=True) if other] for others in flags]
-            tried = [(self.error(run, self.run_exact(Sides(pixels, self.close)))[0], pixels) for pixels in choices]
-            return min(tried, key=lambda pair: pair[0])
-        best: tuple[float, list[Pixel]] = (self.error(run)[0], [])
-        for _ in range(3):  # one after the other, as long as that helps
-            before = best[0]
-            for pixel in self.close:
-                other = [p for p in best[1] if p != pixel] if pixel in best[1] else [*best[1], pixel]
-                best = min(
-                    best, (self.error(run, self.run_exact(Sides(other, self.close)))[0], other), key=lambda pair: pair[0]
-                )
-                if best[0] <= TOLERANCE:
-                    return best
-            if best[0] == before:
-                break
-        return best
+
+        def attempt(groups: Sequence[list[Pixel]]) -> tuple[float, list[list[Pixel]]]:
+            truth = self.run_exact(Sides([p for group in groups for p in group], self.close))
+            return self.error(run, truth)[0], list(groups)
+
+        groups = self.group_close()
+        best = attempt([])
+        if len(groups) <= FEW_SIDES:
+            flags = product((False, True), repeat=len(groups))
+            choices = [[g for g, other in zip(groups, others, strict=True) if other] for others in flags]
+            best = min(map(attempt, choices), key=lambda pair: pair[0])
+        else:  # one after the other
+            for group in groups:
+                best = min(best, attempt([*best[1], group]), key=lambda pair: pair[0])
+        return best[0], [p for group in best[1] for p in group]
 
 
 def find_conv_scales(part: ConvPart, seen: Sides) -> dict[str, Tensor]:
