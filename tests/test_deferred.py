@@ -198,6 +198,7 @@ def test_random_networks(drawn, size):
     model = drawn.make().float()
     x = draw_images(2, 4, *size)
     plan = gf.Plan.all(gf.Backward(patch=2), batch_norm="eval")
+    # As much as one pixel on the other side of a kink makes, by rounding. What is left away from kinks: test_layer_chains.
     assert_same(*run_both(model, x, plan, lambda y: y.square().mean()), rtol=1e-2)
 
 
