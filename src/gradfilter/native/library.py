@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
+from gradfilter.switch import Switch
+
 logger = logging.getLogger(__name__)
 
 ABI = 10
@@ -28,7 +30,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CHANNELS = 16
 """`GF_CHANNELS` of kernels.h: the widest vector of any level of the instruction set."""
 
-_off = 0
+_switch = Switch("native library")
 
 
 def find_library() -> Path | None:
@@ -82,18 +84,17 @@ def find_team() -> int | None:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run everything in torch, in all threads, as if there were no library."""
-    global _off
-    _off += 1
-    try:
+    """Run everything that the calling thread runs in torch, as if there were no library.
+
+    On a CPU a backward runs in the thread that calls it, with what a checkpoint computes again.
+    """
+    with _switch.hold_off():
         yield
-    finally:
-        _off -= 1
 
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    return not _off and load() is not None and not is_watched()
+    return not _switch.depth() and load() is not None and not is_watched()
 
 
 def is_watched() -> bool:
