@@ -22,7 +22,7 @@ from torch import Tensor
 
 import gradfilter as gf
 from chain_networks import LEAST, UNIT, ConvPart, Network, Pixel, Probe, find_close, make_network
-from gradfilter import native
+from gradfilter.ops import native
 from layer_chains import Chain
 
 TOLERANCE = 256 * UNIT

@@ -324,3 +324,29 @@ def test_half_precision_counts_large_patches():
     y = F.relu(enter(x, choose((290, 290))))
     (gx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.testing.assert_close(gx, torch.ones_like(gx))
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=["batch", "instance"])
+@pytest.mark.parametrize("held", [True, False], ids=["held", "not held"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize("momentum", [0.1, 1 / 3, 1.0])
+def test_running_statistics_move_as_torchs_do(norm, held, dtype, precision, momentum):
+    x = draw(3, CHANNELS, 7, 6).to(dtype)
+    results = []
+    for image in (x.clone(), enter(x.clone().requires_grad_(), choose((2, 2)))):
+        mu, var = draw(CHANNELS, seed=5).to(precision), draw(CHANNELS, seed=6).abs().to(precision)
+        y = norm(image, *((mu, var) if held else (None, None)), None, None, True, momentum)
+        results.append([y.detach(), mu, var])
+    for theirs, ours in zip(*results, strict=True):
+        rtol = 2e-2 if dtype is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
+
+
+def test_one_running_statistic_without_the_other_is_refused_as_by_torch():
+    for image in (draw(3, CHANNELS, 7, 6), enter(draw(3, CHANNELS, 7, 6).requires_grad_(), choose((2, 2)))):
+        with pytest.raises(ValueError, match="both be None or neither"):
+            F.batch_norm(image, draw(CHANNELS), None, training=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfilter as gf
@@ -24,6 +24,7 @@ from helpers_safety import (
     make_images,
     make_labels,
     make_net,
+    randomise,
 )
 
 # Tracing
@@ -77,6 +78,43 @@ def test_every_kind_of_rule_traces(plan):
     model.load_state_dict({**model.state_dict(), **buffers})
     args = (make_images(seed=11), make_labels(seed=12), lr, params)
     assert_close(graph(*args)[1], make_step(model)(*args)[1], 1e-9)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(5),
+    "batch, no affine": lambda: nn.BatchNorm2d(5, affine=False),
+    "batch, momentum": lambda: nn.BatchNorm2d(5, momentum=0.7),
+    "instance": lambda: nn.InstanceNorm2d(5, affine=True, track_running_stats=True),
+    "no statistics": lambda: nn.BatchNorm2d(5, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
+def test_running_statistics_move_in_a_graph_without_changes_in_place(norm):
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), norm(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
+    plan = gf.Plan.all(gf.Backward(patch=2), batch_norm="train")
+    model = gf.apply_(randomise(net.double()), plan).train()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+
+    def step(images: Tensor, labels: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        loss = F.cross_entropy(functional_call(model, (leaves, state), (images,)), labels)
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    eager, moved = ({name: b.clone() for name, b in buffers.items()} for _ in range(2))
+    images, labels = make_images(), make_labels()
+    expected = step(images, labels, eager)
+    traced = make_fx(step)(images, labels, {name: b.clone() for name, b in buffers.items()})
+    graph = make_fx(functionalize(traced, remove="mutations"))(images, labels, {name: b.clone() for name, b in buffers.items()})
+    operators = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    written = [operator for operator in operators if operator._schema.is_mutable]
+    assert set(written) <= {torch.ops.aten.copy_.default}  # to the buffers, at the end
+    assert_close(graph(images, labels, moved), expected, 1e-9)
+    assert len(written) == sum(not torch.equal(b, buffers[name]) for name, b in eager.items())
+    for name, buffer in eager.items():
+        torch.testing.assert_close(moved[name], buffer, rtol=1e-12, atol=1e-12)
+        assert name.endswith("num_batches_tracked") or not torch.equal(buffer, buffers[name])
 
 
 class SqueezeExcite(nn.Module):

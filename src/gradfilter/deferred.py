@@ -25,6 +25,7 @@ from gradfilter.keep.base import Promise, is_saving_watched
 from gradfilter.ops import IDENTITY, Act, Ending, Fused, native
 from gradfilter.ops.native import make_cells
 from gradfilter.recipe import Ended, Padding, Recipe, Zeros, find_convolution, start
+from gradfilter.switch import Switch
 
 plain_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which tensors of this package are ordinary tensors: rules run inside it."""
@@ -38,28 +39,24 @@ METADATA: set[Any] = {
 """What can be asked of a tensor without its values being there, or being shown to anybody."""
 
 
-_at_once = 0
+_switch = Switch("waiting")
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Let nothing wait, in all threads: for whoever looks at what each function gives."""
-    global _at_once
-    _at_once += 1
-    try:
+    """Let nothing wait that the calling thread runs: for whoever looks at what each function gives."""
+    with _switch.hold_off():
         yield
-    finally:
-        _at_once -= 1
 
 
 def may_wait() -> bool:
     """Tell whether functions may wait for each other."""
-    return not _at_once
+    return not _switch.depth()
 
 
 def may_compute() -> bool:
     """Tell whether functions may run in the library, for all that does not hang on their arguments."""
-    return not _at_once and not torch.is_autocast_enabled("cpu")
+    return not _switch.depth() and not torch.is_autocast_enabled("cpu")
 
 
 class Watch:

@@ -12,7 +12,7 @@ an exact exit, never a lost gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -297,7 +297,9 @@ def mean(x: PatchTensor) -> Tensor:
     return x.means[x.patch]
 
 
-def keep_input(x: PatchTensor, pooled: Tensor, choices: Choices, dtype: torch.dtype, channels: int = 1) -> Kept:
+def keep_input(
+    x: PatchTensor, pooled: Tensor, choices: Choices, dtype: torch.dtype, channels: int = 1, *, copied: bool = False
+) -> Kept:
     """Return what a layer holds of its input until backward; layers with the same input and the same keep hold it once.
 
     Args:
@@ -306,13 +308,18 @@ def keep_input(x: PatchTensor, pooled: Tensor, choices: Choices, dtype: torch.dt
         choices: Those of the layer.
         dtype: The precision in which it is needed.
         channels: The axis of the channels.
+        copied: Whether torch's own function holds a copy of x: x may then be changed in place before backward.
     """
-    if pooled is not x.means.get(x.patch):
-        return choices.keep.compress(pooled.to(dtype), choices.state, channels)
-    key = (x.patch, choices.keep, dtype)
-    if key not in x.kept:
-        x.kept[key] = choices.keep.compress(pooled.to(dtype), choices.state, channels)
-    return x.kept[key]
+    key, shared = (x.patch, choices.keep, dtype), pooled is x.means.get(x.patch)
+    kept = x.kept.get(key) if shared else None
+    if kept is None:
+        kept = choices.keep.compress(pooled.to(dtype), choices.state, channels)
+    if copied:  # at patch 1 the means are the value itself
+        is_value = partial(torch._C._is_alias_of, pixels(x))  # type: ignore[attr-defined]
+        kept = kept._replace(tensors=tuple(t.clone() if is_value(t) else t for t in kept.tensors))
+    if shared:
+        x.kept[key] = kept
+    return kept
 
 
 def hold_map(x: Tensor | None, choices: Choices, layout: Layout = MAP) -> Kept | None:

@@ -208,7 +208,7 @@ def conv2d(
     out_patch = choices.tiling.patch_for(out_size)
     lumped = choices.kernel == "lumped" and kernel != (1, 1)
     geometry = find_geometry(kernel, stride, dilation, before, size, out_size, unpadded.patch, out_patch, groups, lumped)
-    return finish_conv(choices, unpadded, weight, bias, geometry, y)
+    return finish_conv(choices, unpadded, weight, bias, geometry, y, copied=unpadded is not x)
 
 
 def finish_conv(
@@ -218,6 +218,8 @@ def finish_conv(
     bias: Tensor | None,
     geometry: Geometry,
     y: Tensor | Recipe,
+    *,
+    copied: bool = False,
 ) -> Tensor:
     """Return the result y, or the one that a recipe will give, of a convolution.
 
@@ -228,6 +230,7 @@ def finish_conv(
         bias: Its bias.
         geometry: The convolution.
         y: The value, or how it is computed.
+        copied: Whether torch's own convolution reads a copy, a padded one, of what this one reads.
     """
     kept = None
     if weight.requires_grad and isinstance(y, Recipe) and y.before is not None:
@@ -236,7 +239,8 @@ def finish_conv(
         assert ended.cells.mean is not None
         kept = Kept((ended.cells.mean,), ended.promise)
     elif weight.requires_grad:
-        kept = keep_input(read, pool_input(read, geometry), choices, y.x.dtype if isinstance(y, Recipe) else y.dtype)
+        dtype = y.x.dtype if isinstance(y, Recipe) else y.dtype
+        kept = keep_input(read, pool_input(read, geometry), choices, dtype, copied=copied)
     origin = ConvOrigin(read.carrier, weight, bias, kept, geometry)
     if isinstance(y, Recipe):
         return defer(y, Conv, geometry.out_patch, choices, *origin, origin=origin)

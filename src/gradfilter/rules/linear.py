@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,6 +43,15 @@ def multiply_kept(g: Tensor, g_term: str, kept: Tensor | Tucker, x_term: str, re
     x_term, g_term, result = ("".join(letters[label] for label in term) for term in (x_term, g_term, result))
     terms, tensors = kept.spell(x_term)
     return contract([g_term, *terms], [g, *tensors], result)
+
+
+def is_regrouped(x: Tensor, *groups: Sequence[int]) -> bool:
+    """Tell whether torch copies x to make one axis of each group of its axes, as it does before a matrix product."""
+    for group in groups:
+        axes = [axis for axis in group if x.shape[axis] != 1]
+        if any(x.stride(outer) != x.stride(inner) * x.shape[inner] for outer, inner in pairwise(axes)):
+            return True
+    return False
 
 
 class Linear(Function):
@@ -83,7 +94,10 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
         return NotImplemented
     with torch.no_grad():
         y = func(pixels(x), weight, bias)
-        kept = keep_input(x, mean(x), x.choices, y.dtype, x.dim() - 1) if weight.requires_grad else None
+        kept, last = None, x.dim() - 1
+        if weight.requires_grad:
+            copied = is_regrouped(pixels(x), range(last), (last,))
+            kept = keep_input(x, mean(x), x.choices, y.dtype, last, copied=copied)
     return finish(x, y, Linear.apply(x.carrier, weight, bias, kept, y))  # type: ignore[arg-type]
 
 
@@ -127,6 +141,25 @@ class Einsum(Function):
         return gx, gw, None, None, None
 
 
+def regroups(x: Tensor, x_term: str, w_term: str, y_term: str, first: bool) -> bool:
+    """Tell whether torch's einsum of x and another tensor copies x: it makes them factors of one matrix product.
+
+    Args:
+        x: The tensor.
+        x_term: Its labels.
+        w_term: The labels of the other tensor.
+        y_term: The labels of the result.
+        first: Whether x is the left one of the two.
+    """
+    summed = sorted(set(x_term) - set(y_term))  # as torch orders them
+    if not summed:
+        return False  # torch multiplies them as they are
+    batch = [label for label in y_term if label in x_term and label in w_term]
+    own = [label for label in y_term if label in x_term and label not in w_term]
+    groups = (batch, own, summed) if first else (batch, summed, own)
+    return is_regrouped(x, *([x_term.index(label) for label in group] for group in groups))
+
+
 @rule(torch.einsum, any_layout=True)
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Contract the channels of a map with a plain tensor; a contraction of two maps is attention."""
@@ -157,7 +190,10 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = func(equation, *(pixels(v) for v in operands))
         shared = [axis for axis, label in enumerate(x_term) if label in w_term]
         channels = shared[-1] if shared else 1
-        kept = keep_input(x, mean(x), x.choices, y.dtype, channels) if w.requires_grad else None
+        kept = None
+        if w.requires_grad:
+            copied = regroups(pixels(x), x_term, w_term, y_term, place == 0)
+            kept = keep_input(x, mean(x), x.choices, y.dtype, channels, copied=copied)
     layout = Layout(y_term.index(labels[0]), y_term.index(labels[1]), x.spatial.tokens, x.spatial.prefix)
     assert list(y.shape) == layout.resize(y.shape, spatial_size(x))
     carrier: Tensor = Einsum.apply(x.carrier, w, kept, (x_term, w_term, y_term), y)  # type: ignore[assignment]

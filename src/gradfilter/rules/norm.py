@@ -100,7 +100,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalise the value and hand the carrier on; one rule with the convolution before it where the two meet."""
-    if not is_live(input):
+    if not is_live(input) or (running_mean is None) != (running_var is None):  # torch says what is wrong
         return NotImplemented
     if not is_map(input, input.spatial):
         return normalise_features(func, input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -112,7 +112,7 @@ def batch_norm(
                 "no variance. Use a larger batch or image, or batch_norm='eval'."
             )
         with torch.no_grad():
-            y, mu, inverse = torch.native_batch_norm(pixels(x), weight, bias, running_mean, running_var, True, momentum, eps)
+            y, mu, inverse = normalise_batch(pixels(x), weight, bias, running_mean, running_var, momentum, eps)
         return finish_norm(x, weight, bias, mu, inverse, y)
     recipe = None
     if running_mean is not None and running_var is not None and can_defer(x):
@@ -131,6 +131,25 @@ def batch_norm(
     with torch.no_grad():
         y = F.batch_norm(pixels(x), running_mean, running_var, weight, bias, False, momentum, eps)
     return emit(function, Out(y, x.patch, x.choices, PatchTensor, x.spatial), *args)
+
+
+def normalise_batch(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mu: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the batch norm of x with its own statistics, their mean and 1/σ; running ones, where there are, move.
+
+    `torch.native_batch_norm` does the same, but its schema does not say that it changes running statistics: a graph made of
+    operators that return all that they change, as torch.export makes it, would lose that.
+    """
+    if mu is None or var is None:
+        return torch.ops.aten._native_batch_norm_legit.no_stats(x, gamma, beta, True, momentum, eps)
+    return torch.ops.aten._native_batch_norm_legit.default(x, gamma, beta, mu, var, True, momentum, eps)
 
 
 def normalise_features(func: Any, x: PatchTensor, *args: Any) -> Any:
@@ -194,7 +213,7 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalise each channel of each image, or with running statistics as a batch norm does."""
-    if not is_live(input):
+    if not is_live(input) or (running_mean is None) != (running_var is None):
         return NotImplemented
     if not use_input_stats:
         return batch_norm(func, input, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -206,7 +225,7 @@ def instance_norm(
         # As torch does it: a batch norm of one image, with a channel for each channel of each image.
         gamma, beta, mus, variances = (None if p is None else p.repeat(n) for p in (weight, bias, running_mean, running_var))
         value = pixels(x).reshape(1, n * channels, h, w)
-        y, mu, inverse = torch.native_batch_norm(value, gamma, beta, mus, variances, True, momentum, eps)
+        y, mu, inverse = normalise_batch(value, gamma, beta, mus, variances, momentum, eps)
     result = finish_norm(x, weight, bias, mu.reshape(n, channels), inverse.reshape(n, channels), y.reshape(x.shape))
     # After the norm has saved its tensors, as in torch: where a checkpoint runs it again, it goes no further than that.
     with torch.no_grad():

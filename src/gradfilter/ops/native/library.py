@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from gradfilter.ops.native.task import Task, find_mismatch
 from gradfilter.ops.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU
+from gradfilter.switch import Switch
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ CONSTANTS = {
 _NO_MEMORY = -1
 """A task's code where the library found no memory; below that, it refused the bytes."""
 
-_off = 0
+_switch = Switch("native library")
 
 
 def find_library() -> Path | None:
@@ -106,18 +107,17 @@ def find_team() -> int | None:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run everything in torch, in all threads, as if there were no library."""
-    global _off
-    _off += 1
-    try:
+    """Run everything that the calling thread runs in torch, as if there were no library.
+
+    On a CPU a backward runs in the thread that calls it, with what a checkpoint computes again.
+    """
+    with _switch.hold_off():
         yield
-    finally:
-        _off -= 1
 
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    return not _off and load() is not None and not is_watched()
+    return not _switch.depth() and load() is not None and not is_watched()
 
 
 def is_watched() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradfilter.ops.native.library import is_on, load
 from gradfilter.ops.native.task import INT32, INT64, Record
+from gradfilter.switch import Switch
 
 _REQUEST = Record("request", (f"{INT64}[8]", "shape strides"), (INT64, "bytes"), (INT32, "axes code bits"))
 _BYTES = Record("memory", (INT64, "used kept most"))
@@ -24,7 +25,7 @@ LARGE = 1 << 20
 _CODES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.uint8: (1, 8), torch.int16: (0, 16), torch.int32: (0, 32)}
 """DLPack's names for dtypes: kind and bits."""
 _NAME = b"dltensor"
-_plain = 0
+_switch = Switch("memory that is used again")
 
 
 class BlockBytes(NamedTuple):
@@ -66,7 +67,7 @@ def empty(
 ) -> Tensor:
     """Return a CPU tensor whose numbers are not set; a large one on a block that comes back when the tensor is freed."""
     request = _make_request(shape if isinstance(shape, tuple) else tuple(shape), dtype, memory_format)
-    if request is None or _plain or not is_on():
+    if request is None or _switch.depth() or not is_on():
         return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
     address = load().gf_make_tensor(request)  # type: ignore[union-attr]
     if not address:
@@ -76,13 +77,9 @@ def empty(
 
 @contextmanager
 def plain_memory() -> Iterator[None]:
-    """Take all memory from torch's own allocator, as measurements of it need."""
-    global _plain
-    _plain += 1
-    try:
+    """Take all memory that the calling thread asks for from torch's own allocator, as measurements of it need."""
+    with _switch.hold_off():
         yield
-    finally:
-        _plain -= 1
 
 
 def trim() -> None:
