@@ -40,7 +40,7 @@ def test_uses_of_expansions(name):
 
 def test_expansions_and_taps_run_as_one(monkeypatch):
     calls, run = [], ops.expand
-    monkeypatch.setattr(native, "expand", lambda *args: calls.append(args) or run(*args))
+    monkeypatch.setattr(ops, "expand", lambda *args: calls.append(args) or run(*args))
     for count, name in enumerate(("mobile", "pad_before_taps"), 1):
         run_step(gf.apply_(make_parts(make_use(EXPANDED[name])), PLAN), draw_images(2, 3, 9, 10))
         assert len(calls) == count

@@ -38,7 +38,7 @@ def test_of_no_interest():
 def make_checkout(folder):
     """Write a small project whose tests are set up as ours are."""
     (folder / "tests").mkdir(parents=True)
-    for path in (HERE / "conftest.py", HERE / "fuzz.py"):
+    for path in (HERE / "conftest.py", HERE / "fuzz.py", HERE / "skips.py"):
         shutil.copy(path, folder / "tests")
     shutil.copy(HERE.parent / "pyproject.toml", folder)
     (folder / "tests" / "test_planted.py").write_text(PLANTED, encoding="utf-8")

@@ -26,6 +26,7 @@ from gradfilter.bench.setup import shake_
 from gradfilter.emit import enter
 from gradfilter.geometry.tiling import Tiling
 from gradfilter.ops import native
+from gradfilter.ops.native.conv import run_kernel
 from gradfilter.tensor import Choices, PatchTensor
 
 ACTIVATIONS = {

@@ -116,9 +116,13 @@ def run_rule(call, x, patch, seed):
 def calls(monkeypatch):
     """Note the calls of the library's max pooling."""
     calls, run = [], maxpool.call
-    monkeypatch.setattr(
-        maxpool, "call", lambda name, *args: (calls.append(name) if name == "max_pool" else 0, run(name, *args))[1]
-    )
+
+    def note(task, *args):
+        if task.name == "max_pool":
+            calls.append(task)
+        return run(task, *args)
+
+    monkeypatch.setattr(maxpool, "call", note)
     return calls
 
 

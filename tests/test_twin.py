@@ -214,7 +214,9 @@ def test_rounds_of_tiles_add_up(threads):
 )
 def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channels, runs, monkeypatch):
     calls = []
-    monkeypatch.setattr(native, "tile_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
+    monkeypatch.setattr(
+        conv_backward.backward, "tile_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None)
+    )
     axis = Axis(3, 1, 1, 1, size, size, patch, patch)
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(channels, geometry.out_cells, torch.channels_last, seed) for seed in (1, 2))
@@ -369,7 +371,9 @@ def test_negated_views_keep_their_sign(kind):
 )
 def test_products_of_a_single_tap_are_the_librarys_in_single_precision(co, ci, cells, runs, monkeypatch):
     calls = []
-    monkeypatch.setattr(native, "single_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
+    monkeypatch.setattr(
+        conv_backward.single, "single_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None)
+    )
     axis = Axis(3, 1, 1, 1, 4 * cells[0], 4 * cells[0], 4, 4)
     geometry = make_geometry(axis, axis, 1, True)
     g, kept = (make_map(channels, cells, torch.channels_last, seed) for seed, channels in enumerate((co, ci)))

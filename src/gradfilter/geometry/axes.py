@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from gradfilter.errors import InputError
 from gradfilter.geometry.tiling import Matrix, axis_areas
 
 
@@ -137,6 +138,12 @@ class Axis:
     in_patch: int
     out_patch: int
     transposed: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no convolution has."""
+        for name in ("kernel", "stride", "dilation", "in_size", "out_size", "in_patch", "out_patch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"one axis of a convolution got {name} = {getattr(self, name)}. Give at least 1.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from gradfilter.errors import InputError
 from gradfilter.geometry import axes as along
 from gradfilter.geometry.axes import Axis, AxisMatrix, Lift
 from gradfilter.geometry.tiling import Matrix, Pair, count_cells
@@ -73,6 +74,11 @@ class Geometry:
     columns: Axis
     groups: int
     lumped: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a number of groups that no convolution has."""
+        if self.groups < 1:
+            raise InputError(f"a convolution got groups = {self.groups}. Give at least 1.")
 
     @property
     def numbers(self) -> tuple[int, ...]:

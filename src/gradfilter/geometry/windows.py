@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from gradfilter.errors import InputError
 from gradfilter.geometry.tiling import Pair, count_cells
 
 
@@ -63,6 +64,14 @@ class Windows:
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no max pooling has."""
+        for name in ("in_size", "size", "in_patch", "out_patch", "stride", "dilation"):
+            if min(getattr(self, name)) < 1:
+                raise InputError(f"the windows of a max pooling got {name} = {getattr(self, name)}. Give at least 1.")
+        if min(*self.kernel, *self.padding) < 0 or (0 in self.kernel and self.kernel != (0, 0)):
+            raise InputError(f"the windows of a max pooling got kernel = {self.kernel}, padding = {self.padding}.")
 
     @property
     def numbers(self) -> tuple[int, ...]:

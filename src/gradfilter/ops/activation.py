@@ -87,7 +87,7 @@ def norm_act(
             y = out.copy_(y)
         elif y is x:
             y = x.clone()
-        return Fused(y, None if patch == (1, 1) else pool_map(y, patch, sums=False), slope)
+        return Fused(y, None if patch == (1, 1) else pool_map(y, patch), slope)
 
 
 def activate(z: Tensor, act: Act) -> Tensor:
@@ -108,7 +108,7 @@ def pool_slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
         slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
         if act == HARDSWISH:  # at NaN torch's vectors give NaN, but the last few numbers of a row 1
             slope = slope.masked_fill(z.isnan(), math.nan)
-        return pool_map(slope, patch, sums=False).to(y.dtype)
+        return pool_map(slope, patch).to(y.dtype)
     # Half precision counts to 256 or 2048 only.
     return pool_map(is_steep(z, y.to(z.dtype), act).float(), patch, sums=True).to(count_dtype(patch))
 

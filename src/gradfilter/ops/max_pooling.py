@@ -16,18 +16,9 @@ from gradfilter.ops.operator import operator
 from gradfilter.ops.pooling import pool_mean, pool_sum
 
 
-def check_windows(check: Check, windows: Windows) -> None:
-    """Check the windows of a max pooling."""
-    for name in ("in_size", "size", "in_patch", "out_patch", "stride", "dilation"):
-        check.pair(f"windows.{name}", getattr(windows, name))
-    check.pair("windows.kernel", windows.kernel, 0)
-    check.pair("windows.padding", windows.padding, 0)
-
-
 def check_max_pool(check: Check, x: Tensor, windows: Windows) -> None:
     """Check the arguments of `max_pool`."""
     size = check.map("x", x)[2:]
-    check_windows(check, windows)
     if size != windows.in_size:
         check.refuse("x", f"of shape {list(x.shape)}", f"Its windows are those of a map of {windows.in_size}.")
 
@@ -106,7 +97,6 @@ def count_scattered(indices: Tensor, windows: Windows) -> Tensor:
 def check_route(check: Check, g: Tensor, winners: Tensor, windows: Windows) -> None:
     """Check the arguments of `max_route`."""
     n, channels, *cells = check.map("g", g)
-    check_windows(check, windows)
     check.device("winners", winners, g)
     if tuple(cells) != count_cells(windows.size, windows.out_patch):
         check.refuse("g", f"of shape {list(g.shape)}", f"A map of {windows.size} has {windows.out_cells} patches.")

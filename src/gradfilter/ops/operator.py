@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradfilter.errors import DoubleBackwardError, RuleError
+from gradfilter.errors import DoubleBackwardError, InputError, RuleError
 from gradfilter.geometry.convolution import Geometry, geometry_from
 from gradfilter.geometry.tiling import Layout, is_nhwc, layout_from
 from gradfilter.geometry.windows import Windows, windows_from
@@ -143,7 +143,8 @@ class Operator(Generic[P, R]):
     ) -> None:
         """Describe an operator, which `register` makes known to torch."""
         self.name, self.reference, self.kernel, self.check = reference.__name__, reference, kernel, check
-        self.spelled, self.adjoint, self.eager, self.entry = spelled or reference, adjoint, eager, None
+        self.spelled, self.adjoint, self.eager = spelled or reference, adjoint, eager
+        self.entry: Callable[..., Any] | None = None
         self.__doc__, self.__name__, self.__module__, self.__wrapped__ = (
             *(reference.__doc__, reference.__name__, reference.__module__),
             reference,
@@ -172,6 +173,7 @@ class Operator(Generic[P, R]):
         if any(bound.arguments[name] is not None for name in self.eager):
             return self.reference(*args, **kwargs)
         flat = [v for name, hint in self.hints.items() for v in flatten(hint, bound.arguments[name])]
+        assert self.entry is not None
         found = self.entry(*flat)
         return self.unpack_result([found] if isinstance(found, Tensor) else found)
 
@@ -195,8 +197,13 @@ class Operator(Generic[P, R]):
 
     def unpack(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments that an entry was called with."""
-        values = iter(flat)
-        return {name: unflatten(hint, values) for name, hint in self.hints.items()}
+        values, args = iter(flat), {}
+        for name, hint in self.hints.items():
+            try:
+                args[name] = unflatten(hint, values)
+            except (InputError, TypeError, ValueError) as error:
+                raise InputError(f"gradfilter::{self.name} got {name} as numbers that mean nothing: {error}") from error
+        return args
 
     def unpack_result(self, found: Sequence[Tensor]) -> R:
         """Return a result that an entry gave: a tensor of shape [0] stands for none."""

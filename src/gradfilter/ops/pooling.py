@@ -18,7 +18,7 @@ from gradfilter.ops.operator import operator
 def check_layout(check: Check, name: str, x: Tensor, layout: Layout) -> Pair:
     """Check that x has the axes of a layout; return the size of its map."""
     check.tensor(name, x)
-    if layout == MAP:
+    if is_map(x, layout):
         return check.map(name, x)[2:]
     if not 0 <= min(layout.rows, layout.columns) <= max(layout.rows, layout.columns) < x.dim() or 0 in x.shape[1:]:
         check.refuse(name, f"of shape {list(x.shape)}", f"Give one with rows and columns on axes {layout.axes}, not empty.")
@@ -43,7 +43,7 @@ def check_cells(check: Check, x_bar: Tensor, patch: Pair, size: Pair, layout: La
         check.refuse("x_bar", f"of shape {list(x_bar.shape)}", f"A map of {size} has {cells} patches of {patch}.")
 
 
-def pool_map(x: Tensor, patch: Pair, *, sums: bool) -> Tensor:
+def pool_map(x: Tensor, patch: Pair, *, sums: bool = False) -> Tensor:
     """Return means or sums of x [N, C, H, W] over the real pixels of each patch; half precision adds in single."""
     wide = x.float() if x.element_size() == 2 else x
     divisor = 1 if sums else None
@@ -71,7 +71,7 @@ def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
     if patch == (1, 1):
         return x
     if is_map(x, layout):
-        return pool_map(x, patch, sums=False)
+        return pool_map(x, patch)
     return over_map(x, layout, lambda m: pool_mean(m, patch))
 
 

@@ -64,8 +64,8 @@ class CutDerivative(Derivative):
 class StepDerivative(Carry):
     """Carry a gradient back through a piecewise linear f with two slopes.
 
-    Equation, Cost, Exact when: see `ops.scale_by_counts`. Saves the counts: a byte per cell while a patch has at most 255 pixels,
-    two above, a bit at patch 1.
+    Equation, Cost, Exact when: see `ops.scale_by_counts`. Saves the counts: a byte per cell while a patch has at most 255
+    pixels, two above, a bit at patch 1.
     """
 
     @staticmethod

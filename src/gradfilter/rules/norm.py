@@ -28,8 +28,8 @@ EXPECTED_EXITS.add(F.local_response_norm)
 class NormEval(Carry):
     """Carry a gradient back through a batch norm in eval mode.
 
-    Equation, Cost, Exact when: see `ops.norm_eval_gradients`. Saves x̄ where γ is trained (behind a trained conv `ConvNorm` saves
-    nothing).
+    Equation, Cost, Exact when: see `ops.norm_eval_gradients`. Saves x̄ where γ is trained; behind a trained convolution
+    `ConvNorm` saves nothing.
     """
 
     @staticmethod

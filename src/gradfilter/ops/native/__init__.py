@@ -1,8 +1,8 @@
 """Kernels of the operators in a small C library, on memory that is used again.
 
-Each function here runs one operator by the library and returns `None` for arguments that the library does not take: the operator
-then runs its reference. Nothing here is called but by operators, and by code that waits for the library (`deferred`, `recipe`,
-`frozen`), measures it or switches it off. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the
+Each function here runs one operator by the library and returns `None` for arguments that the library does not take: the
+operator then runs its reference. Nothing here is called but by operators, and by code that lets operations wait for each other
+(`deferred`, `recipe`, `frozen`), measures the library or switches it off. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the
 library off: then everything runs in torch, with equal results.
 """
 

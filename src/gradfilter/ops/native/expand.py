@@ -92,7 +92,7 @@ def expand(
     end: Ending,
     cells: Cells | None = None,
 ) -> Expanded | None:
-    """Return act(depthwise(hidden) · scale + shift) of hidden = act(pointwise(x) · scale + shift), and what is pooled of both."""
+    """Return a depthwise convolution of a pointwise one, each with what follows it, and what is pooled of both."""
     if not (are_readable(x, w) and fits_expand(x, w, taps, stride, padding, dilation, out_size)):
         return None
     shape, out_shape, one, none = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size), (1, 1), (0, 0)

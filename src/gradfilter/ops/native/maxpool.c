@@ -171,7 +171,8 @@ static void run_route(const void *argument, int64_t image, void *scratch) {
         if (!t->count_bytes) {
             const uint8_t *place = (const uint8_t *)t->winners + cell * t->c;
             float *gx = t->gx + image * t->in_cells * t->c;
-            for (int64_t i = 0; i < t->c; i++) gx[target[place[i]] * t->c + i] += g[i];
+            for (int64_t i = 0; i < t->c; i++)
+                if (place[i] < t->places) gx[target[place[i]] * t->c + i] += g[i]; /* a caller's bytes may name others */
             continue;
         }
         for (int64_t k = 0; k < t->places; k++) {
