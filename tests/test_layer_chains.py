@@ -118,6 +118,7 @@ def test_one_count_is_seen(size, monkeypatch):
     judge = Judge(Chain(steps, size=size, batch=3), away=True)
     assert judge.agrees(judge.run_library())
     scale, wrong = ops.scale_by_counts.kernel, []
+    assert scale is not None
 
     def miscount(g, count, *rest):
         usual = (g.abs() - g.abs().median()).abs()  # a patch with a gradient like that of others

@@ -220,6 +220,7 @@ def test_infinities_and_nan_stay():
     one = (4, 1, 1, 1, 0, 4)
     for act in STEPS:
         got, expected = run_windows(x, w, one, one, None, None, None, act, (2, 2), None)
+        assert got is not None
         for g, e in zip(got, expected, strict=True):
             assert (g is None) == (e is None)
             if g is not None and e is not None:

@@ -15,9 +15,10 @@ from gradfilter.carriers import AxisMap, Carry, Enter, Exit, Out, Rebind, call_f
 from gradfilter.deferred import Watch, make_placeholder, pixels, run_on_values, wait
 from gradfilter.geometry.axes import overlap_axis
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells
+from gradfilter.ops.operator import is_recorded
 from gradfilter.recipe import Recipe
 from gradfilter.regions import Choices
-from gradfilter.tensor import PatchTensor, carrier_layout, check_not_borrowed, is_traced, spatial_size
+from gradfilter.tensor import PatchTensor, carrier_layout, check_not_borrowed, spatial_size
 
 
 def wrap(
@@ -77,7 +78,7 @@ def emit_into(x: PatchTensor | None, function: type[Carry], out: Out, *args: Any
         return emit(function, out, *args, None)
     check_not_borrowed(x, written=True)
     x.patch = out.patch
-    if is_traced() or x._is_view():  # of a view torch has to know more than `carry` tells
+    if is_recorded() or x._is_view():  # of a view torch has to know more than `carry` tells
         return rebind(x, call_function(function, *args, None, out)[1])
     x.detach_()
     return renew(x, call_function(function, *args, x, out)[1])
@@ -86,7 +87,7 @@ def emit_into(x: PatchTensor | None, function: type[Carry], out: Out, *args: Any
 def rebind(x: PatchTensor, carrier: Tensor) -> PatchTensor:
     """Give x, whose value a rule has just changed in place, its new carrier."""
     check_not_borrowed(x, written=True)
-    if not is_traced():
+    if not is_recorded():
         if not x._is_view():
             x.detach_()
         call_function(Rebind, x, carrier)
@@ -123,20 +124,27 @@ def finish(
     return y
 
 
+def make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view as torch makes it, with torch's own graph; `None` for a tracer, which does not know PatchTensors."""
+    return None if is_recorded() else func(*args, **kwargs)
+
+
 def share(
-    x: PatchTensor, view: Tensor, value: Tensor, carrier: Tensor, layout: Layout, patch: Pair | None = None
+    x: PatchTensor, view: Tensor | None, value: Tensor, carrier: Tensor, layout: Layout, patch: Pair | None = None
 ) -> PatchTensor:
     """Return a view of x as a PatchTensor.
 
     Args:
         x: The tensor viewed.
-        view: The view as torch makes it, with torch's own graph: autograd then knows that the two share a storage, and
+        view: The view that `make_view` returns: where it is torch's own, autograd knows that the two share a storage, and
             in-place functions on either are right for both.
         value: The same view of the value.
         carrier: The carrier of the view.
         layout: The layout of the view.
         patch: The patch, where it is not that of x.
     """
+    if view is None:
+        return wrap(value, carrier, patch or x.patch, x.choices, layout=layout)
     y = view.as_subclass(PatchTensor)
     y.carrier, y.value, y.patch, y.choices, y.origin, y.spatial = carrier, value, patch or x.patch, x.choices, None, layout
     y.means, y.kept, y.watch, y.seen_version, y.borrowed = {}, {}, Watch(closed=True), y._version, x.borrowed

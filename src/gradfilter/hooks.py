@@ -24,9 +24,10 @@ from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.geometry.tiling import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.keep import FULL, State
+from gradfilter.ops.operator import is_recorded
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
-from gradfilter.tensor import PatchTensor, is_live, is_traced, leave, plain_torch
+from gradfilter.tensor import PatchTensor, is_live, leave, plain_torch
 
 
 @dataclass
@@ -100,7 +101,7 @@ class WholeModel(Hook):
     def look_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Find what the user should know; return features as plain tensors, which is what the user expects."""
         self.applied.log.finish()
-        if not torch.is_grad_enabled() or self.applied.paused or is_traced():
+        if not torch.is_grad_enabled() or self.applied.paused or is_recorded():
             return None
         if self.applied.log.bypasses is None:
             self.find_bypasses(output)
@@ -223,7 +224,7 @@ class PlannedLayer(Hook):
             return live.spatial if is_conv or x.dim() - 1 not in live.spatial.axes else "the places of a map, which it mixes"
         if is_conv:
             # Squeeze-excite: nothing to pool, and torch's own graph is the lighter one.
-            is_pixel = x.dim() == 4 and map_size(x) == (1, 1) and not is_traced()
+            is_pixel = x.dim() == 4 and map_size(x) == (1, 1) and not is_recorded()
             return "one pixel" if is_pixel and self.backward.keep == FULL else MAP
         if self.backward.tokens is None:
             return find_features(x) if self.backward.keep != FULL else "features outside of a region"
@@ -278,7 +279,7 @@ class PlannedLayer(Hook):
                 f"layer '{self.layer}' got a tensor of dtype {x.dtype}. A convolution with a gradient takes floating point "
                 "numbers: convert the images first, e.g. x.float() / 255."
             )
-        if is_traced() and not self.backward.keep.traceable:
+        if is_recorded() and not self.backward.keep.traceable:
             raise InputError(
                 f"layer '{self.layer}' keeps its input as '{self.backward.keep}', which reads values or remembers some: no "
                 "graph of it can be recorded. Use full, bfloat16 or int8:nearest there."

@@ -33,6 +33,7 @@ from gradfilter.deferred import (
 from gradfilter.errors import InputError, RuleError
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
 from gradfilter.keep import Kept
+from gradfilter.ops.operator import is_recorded
 from gradfilter.ops.pooling import pool_mean
 from gradfilter.regions import EXPECTED, Choices
 
@@ -185,7 +186,7 @@ class PatchTensor(Handle):
                     resolve(x)
                 if not x.watch.closed:
                     x.watch.close()
-            if live and is_traced():
+            if live and is_recorded():
                 args = tree_map_only(PatchTensor, leave, args)
                 kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
@@ -282,11 +283,6 @@ def carrier_layout(x: PatchTensor) -> Layout:
 def leave(x: PatchTensor) -> Tensor:
     """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
     return Leave.apply(x.carrier, pixels(x), x.patch, x.spatial, x.choices, PatchTensor)  # type: ignore[return-value]
-
-
-def is_traced() -> bool:
-    """Tell whether a graph is being recorded: then only plain tensors, and operators that export, are used."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def mean(x: PatchTensor) -> Tensor:

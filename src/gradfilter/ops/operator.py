@@ -7,7 +7,7 @@ follows from the signature of the reference. This file is the one place that cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -172,9 +172,8 @@ class Operator(Generic[P, R]):
         bound.apply_defaults()
         if any(bound.arguments[name] is not None for name in self.eager):
             return self.reference(*args, **kwargs)
-        flat = [v for name, hint in self.hints.items() for v in flatten(hint, bound.arguments[name])]
         assert self.entry is not None
-        found = self.entry(*flat)
+        found = self.entry(*self.pack(bound.arguments))
         return self.unpack_result([found] if isinstance(found, Tensor) else found)
 
     def register(self) -> None:
@@ -194,6 +193,10 @@ class Operator(Generic[P, R]):
         register_autograd(f"gradfilter::{self.name}", self.differentiate, setup_context=self.remember, lib=LIBRARY)
         self.entry = getattr(torch.ops.gradfilter, self.name).default
         OPERATORS[self.name] = self
+
+    def pack(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """Return what its entry is called with for these arguments, all of them by name."""
+        return [value for name, hint in self.hints.items() for value in flatten(hint, arguments[name])]
 
     def unpack(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments that an entry was called with."""

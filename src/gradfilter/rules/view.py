@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gradfilter.carriers import AxisMap
-from gradfilter.emit import finish, share, wrap
+from gradfilter.emit import finish, make_view, share, wrap
 from gradfilter.geometry.axes import AxisMatrix, project_axis
-from gradfilter.geometry.tiling import Layout, Pair, count_cells
+from gradfilter.geometry.tiling import Layout, count_cells
 from gradfilter.rules.functions import find_functions
 from gradfilter.rules.meet import move_layout
-from gradfilter.tensor import REGION_ENDS, PatchTensor, is_live, is_traced, pixels, rule, spatial_size
+from gradfilter.tensor import REGION_ENDS, PatchTensor, is_live, pixels, rule, spatial_size
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Strides of axes that can be told apart: none is another one times a size, as the stride of a new axis is."""
@@ -77,23 +77,9 @@ def rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     views = make_view(func, args, kwargs)
     if isinstance(layouts, Layout):
-        return share_view(x, views, values, carriers, layouts)
+        return share(x, views, values, carriers, layouts)
     views = [None] * len(values) if views is None else views
-    return type(values)(share_view(x, *parts) for parts in zip(views, values, carriers, layouts, strict=True))
-
-
-def make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view as torch makes it, with torch's own graph; `None` for a tracer, which does not know PatchTensors."""
-    return None if is_traced() else func(*args, **kwargs)
-
-
-def share_view(
-    x: PatchTensor, view: Tensor | None, value: Tensor, carrier: Tensor, layout: Layout, patch: Pair | None = None
-) -> PatchTensor:
-    """Return a view of x, made by `make_view`, as a PatchTensor."""
-    if view is None:
-        return wrap(value, carrier, patch or x.patch, x.choices, layout=layout)
-    return share(x, view, value, carrier, layout, patch)
+    return type(values)(share(x, *parts) for parts in zip(views, values, carriers, layouts, strict=True))
 
 
 def count_behind(shape: Sequence[int], axis: int) -> int:
@@ -162,7 +148,7 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     carrier = x.carrier.reshape(layout.resize(y.shape, count_cells(spatial_size(x), x.patch)))
     if y._base is None:  # a copy: reshape cannot always make a view
         return wrap(y, carrier, x.patch, x.choices, layout=layout)
-    return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
+    return share(x, make_view(func, args, kwargs), y, carrier, layout)
 
 
 @rule(Tensor.expand, Tensor.expand_as, any_layout=True)
@@ -180,7 +166,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if layout.size(y.shape) != spatial_size(x) or y.shape[layout.rows] != x.shape[x.spatial.rows]:
         return NotImplemented
     carrier = x.carrier.expand(layout.resize(y.shape, count_cells(spatial_size(x), x.patch)))
-    return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
+    return share(x, make_view(func, args, kwargs), y, carrier, layout)
 
 
 DIMS: dict[str, Callable[..., Any]] = {
@@ -287,7 +273,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = all(len(r) == x.shape[axis] - dropped for axis, r in kept.items())
     if whole:
         if is_view(index):
-            return share_view(x, make_view(func, args, kwargs), y, carrier, layout)
+            return share(x, make_view(func, args, kwargs), y, carrier, layout)
         return wrap(y, carrier, x.patch, x.choices, layout=layout)
     if x.spatial.tokens or not y.numel() or not is_view(index):
         return NotImplemented
@@ -297,4 +283,4 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, axis in enumerate((x.spatial.rows, x.spatial.columns))
     )
     cropped: Tensor = AxisMap.apply(carrier, rows, columns, layout)  # type: ignore[assignment]
-    return share_view(x, make_view(func, args, kwargs), y, cropped, layout, patch)
+    return share(x, make_view(func, args, kwargs), y, cropped, layout, patch)

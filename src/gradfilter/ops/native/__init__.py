@@ -2,8 +2,8 @@
 
 Each function here runs one operator by the library and returns `None` for arguments that the library does not take: the
 operator then runs its reference. Nothing here is called but by operators, and by code that lets operations wait for each other
-(`deferred`, `recipe`, `frozen`), measures the library or switches it off. `GRADFILTER_NATIVE=0` in the environment, or `with native.off():`, switches the
-library off: then everything runs in torch, with equal results.
+(`deferred`, `recipe`, `frozen`), measures the library or switches it off. `GRADFILTER_NATIVE=0` in the environment switches it
+off for the process, `with native.off():` for the calling thread: then everything runs in torch, with equal results.
 """
 
 from gradfilter.ops.native.conv import can_read, find_kernel, make_cells, prefers
