@@ -9,7 +9,7 @@ import pytest
 
 import gradfilter
 
-NATIVE = Path(gradfilter.__file__).parent / "native"
+NATIVE = Path(gradfilter.__file__).parent / "ops" / "native"
 FLAGS = "-std=gnu11 -O3 -ffp-contract=fast -Wno-psabi -Wall -Wextra -Werror -DGF_SUFFIX=base".split()
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 

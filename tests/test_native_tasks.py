@@ -19,7 +19,7 @@ from gradfilter.ops import native
 from gradfilter.ops.native import conv, library, pooling, task
 from gradfilter.ops.native.task import DOUBLE, FLOAT, INT32, INT64, POINTER, Record, Task
 
-NATIVE = Path(gradfilter.__file__).parent / "native"
+NATIVE = Path(gradfilter.__file__).parent / "ops" / "native"
 RECORDS, TASKS = dict(task._records), dict(task._tasks)
 C_TYPES = {
     INT32: ctypes.c_int32,
@@ -264,12 +264,13 @@ def test_the_library_tells_what_it_was_compiled_with(tmp_path, monkeypatch, capl
 RUN = """
 import logging
 import torch
+from gradfilter import ops
 from gradfilter.ops import native
 logging.basicConfig()
 x = torch.ones(2, 16, 8, 8).contiguous(memory_format=torch.channels_last)
-fused = native.norm_act(x, None, None, native.RELU, (4, 4))
+fused = ops.norm_act(x, None, None, ops.RELU, (4, 4))
 assert native.load() is None and not native.is_on()
-assert torch.equal(fused.mean, torch.ones(2, 16, 2, 2)) and torch.equal(native.unpool(fused.mean, (4, 4), (8, 8)), x)
+assert torch.equal(fused.mean, torch.ones(2, 16, 2, 2)) and torch.equal(ops.unpool(fused.mean, (4, 4), (8, 8)), x)
 """
 
 

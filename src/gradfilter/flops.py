@@ -2,7 +2,7 @@
 
 Convolutions and matrix products count what their definition says, zeros of padding included, whatever algorithm runs.
 Everything else counts one operation per element and elementary function: a ReLU, an exp or an addition is one. Moving data
-(views, copies, concatenation, indexing) counts nothing.
+(views, copies, concatenation, indexing, the choice between two tensors) counts nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMULAS: dict[Any, Formula] = {}
 MOVES = {
     getattr(aten, name)
     for name in (
-        "_reshape_alias _to_copy _unsafe_view alias arange as_strided bernoulli bernoulli_ cat clone contiguous copy copy_ "
-        "detach empty empty_like "
-        "empty_permuted empty_strided expand eye fill fill_ flip full full_like gather index index_put index_put_ index_select "
-        "constant_pad_nd lift_fresh new_empty new_empty_strided new_full new_ones new_zeros normal_ ones ones_like permute "
-        "pixel_shuffle pixel_unshuffle rand rand_like randn randn_like randperm reflection_pad2d reflection_pad2d_backward "
-        "repeat replication_pad2d replication_pad2d_backward roll scalar_tensor scatter select_backward select_scatter "
-        "slice_backward slice_scatter stack tril triu uniform_ upsample_nearest2d view zero_ zeros zeros_like"
+        "_reshape_alias _to_copy _unsafe_view alias arange as_strided bernoulli bernoulli_ cat clone constant_pad_nd "
+        "contiguous copy copy_ detach empty empty_like empty_permuted empty_strided expand eye fill fill_ flip full "
+        "full_like gather index index_put index_put_ index_select lift_fresh nan_to_num new_empty new_empty_strided "
+        "new_full new_ones new_zeros normal_ ones ones_like permute pixel_shuffle pixel_unshuffle rand rand_like randn "
+        "randn_like randperm reflection_pad2d reflection_pad2d_backward repeat replication_pad2d "
+        "replication_pad2d_backward roll scalar_tensor scatter select_backward select_scatter slice_backward "
+        "slice_scatter stack tril triu uniform_ upsample_nearest2d view where zero_ zeros zeros_like"
     ).split()
     if hasattr(aten, name)
 }

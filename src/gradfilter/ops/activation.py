@@ -41,7 +41,7 @@ def check_norm_act(
     check.row("shift", shift, channels, x)
     check_act(check, "act", act)
     check.pair("patch", patch)
-    check.shape("residual", residual, x.shape, x)
+    check.addend("residual", residual, x.shape, x)
     check.shape("out", out, x.shape, x)
 
 
@@ -70,7 +70,7 @@ def norm_act(
         shift: One term per channel [C], or `None` for 0.
         act: The activation.
         patch: The patch `(h, w)`.
-        residual: A map of x's shape and dtype to add before the activation.
+        residual: A map of x's shape to add before the activation.
         out: Where y goes; may be x.
     """
     with torch.no_grad():
@@ -211,11 +211,9 @@ def check_scale(
 ) -> None:
     """Check the arguments of `scale_by_counts`."""
     check.tensor("g", g)
-    check.device("count", count, g)
+    check.counts("count", count, g)
     check.pair("patch", patch)
     check.pair("size", size)
-    if count.is_floating_point() or count.is_complex():
-        check.refuse("count", f"of dtype {count.dtype}", "Give the integers of count_steep.")
     cells = count_cells(size, patch)
     if max(layout.axes) >= g.dim() or list(g.shape) != layout.resize(g.shape, cells):
         check.refuse("g", f"of shape {list(g.shape)}", f"A map of {size} has {cells} patches of {patch}.")
@@ -256,9 +254,12 @@ def scale_by_counts(
     share = find_share(count, size, patch, g, layout)
     if low != 0:
         return g * (low + (high - low) * share)
-    return cut(g * (share if high == 1 else high * share), share)
+    return cut(g * (share if high == 1 else high * share), count)
 
 
 def cut(gx: Tensor, slope: Tensor) -> Tensor:
-    """Return gx, and 0 where the slope is 0: torch does not multiply there, and no NaN or infinity passes."""
+    """Return gx, and 0 where the slope, or the count of steep pixels, is 0: torch does not multiply there.
+
+    So no NaN or infinity passes.
+    """
     return torch.where(slope == 0, 0, gx)

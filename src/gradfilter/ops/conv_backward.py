@@ -38,8 +38,13 @@ def check_conv(
     check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool | None = None
 ) -> None:
     """Check the arguments of `conv_gradients`."""
-    n = check.map("g", g)[0]
+    check.map("g", g)
     check.map("w", w, g)
+    check_coarse(check, g, kept, w, geometry)
+
+
+def check_coarse(check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> None:
+    """Check that gradient, input and weight are those of a geometry."""
     outputs, inputs, *kernel = w.shape
     if outputs % geometry.groups:
         check.refuse("w", f"of shape {list(w.shape)}", f"Give one whose outputs {geometry.groups} groups divide.")
@@ -47,9 +52,9 @@ def check_conv(
         check.refuse(
             "w", f"of shape {list(w.shape)}", f"Its geometry has a {geometry.rows.kernel}×{geometry.columns.kernel} kernel."
         )
-    check.shape("g", g, (n, outputs, *geometry.out_cells))
+    check.shape("g", g, (len(g), outputs, *geometry.out_cells))
     cells = geometry.out_cells if geometry.is_single_tap else geometry.in_cells
-    check.shape("kept", kept, (n, inputs * geometry.groups, *cells), g)
+    check.shape("kept", kept, (len(g), inputs * geometry.groups, *cells), g)
 
 
 def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients | None:
@@ -57,23 +62,16 @@ def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, n
     if kept is None and not need_gx:
         return None, None
     if geometry.is_single_tap:
-        if geometry.groups > 1 or not prefers_single(g, kept, w) or not is_sized(g, kept, w, geometry):
+        if geometry.groups > 1 or not prefers_single(g, kept, w):
             return None
         gx, gw = single.single_gradients(g, kept, w, need_gx=need_gx)
         return finish_single(gx, gw, w, geometry)
     if geometry.groups == w.shape[0] and w.shape[1] == 1:
-        if w.dtype is torch.float32 and pairs.can_pair(g, kept, *geometry.pairs) and is_sized(g, kept, w, geometry):
+        if w.dtype is torch.float32 and pairs.can_pair(g, kept, *geometry.pairs):
             return paired_gradients(g, kept, w, geometry, need_gx)
     elif geometry.groups == 1 and geometry.tiles is not None and prefers_tiles(g, kept, w, geometry.tiles):
-        if is_sized(g, kept, w, geometry):
-            return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
+        return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
     return None
-
-
-def is_sized(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> bool:
-    """Tell whether gradient and kernel are those of the geometry: the library reads as much as that says."""
-    kernel = geometry.rows.kernel, geometry.columns.kernel
-    return g.shape[1:] == (w.shape[0], *geometry.out_cells) and w.shape[2:] == kernel
 
 
 def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
@@ -176,6 +174,7 @@ def check_conv_norm(
     check.map("g", g)
     check.map("w", w)
     check.device("w", w, g)
+    check_coarse(check, g, kept, w, geometry)
     check.row("b", b, len(w), g)
     check_norm(check, g, norm, len(w))
 

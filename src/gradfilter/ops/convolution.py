@@ -50,11 +50,12 @@ def check_convolve(
         wanted = f"x has {channels} channels, w takes {inputs} in each of {groups} groups and gives {outputs}."
         check.refuse("groups", f"= {groups}", wanted)
     check_places(check, stride, padding, dilation, out_size)
-    for name, row in (("bias", bias), ("scale", scale), ("shift", shift)):
+    check.shape("bias", bias, (outputs,), x)
+    for name, row in (("scale", scale), ("shift", shift)):
         check.row(name, row, outputs, x)
     check_act(check, "act", act)
     check.pair("patch", patch)
-    check.shape("residual", residual, (n, outputs, *out_size), x)
+    check.addend("residual", residual, (n, outputs, *out_size), x)
 
 
 @operator(kernel=conv.convolve, check=check_convolve, eager=("cells",))
@@ -140,7 +141,8 @@ def check_expand(
     check.shape("taps", taps, (hidden, 1, *kernel))
     check_places(check, stride, padding, dilation, out_size)
     for name, ending in (("middle", middle), ("end", end)):
-        for field in ("bias", "scale", "shift"):
+        check.shape(f"{name}.bias", ending.bias, (hidden,), x)
+        for field in ("scale", "shift"):
             check.row(f"{name}.{field}", getattr(ending, field), hidden, x)
         check_act(check, f"{name}.act", ending.act)
         check.pair(f"{name}.patch", ending.patch)
@@ -189,6 +191,7 @@ def expand(
 def check_fold(check: Check, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> None:
     """Check the arguments of `fold_norm`."""
     check.tensor("mean", mean)
+    check.tensor("var", var)
     if mean.dim() != 1:
         check.refuse("mean", f"of shape {list(mean.shape)}", "Give one number per channel.")
     for name, row in (("gamma", gamma), ("beta", beta), ("var", var)):

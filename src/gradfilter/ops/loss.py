@@ -15,12 +15,13 @@ def check_cross_entropy(check: Check, x: Tensor, target: Tensor, weight: Tensor 
     check.tensor("x", x)
     if x.dim() < 2 or x.shape[1] == 0:
         check.refuse("x", f"of shape {list(x.shape)}", "Give logits [N, C, ...].")
-    if target.dtype is not torch.int64:
-        check.refuse("target", f"of dtype {target.dtype}", "Give the labels as int64.")
+    if not isinstance(target, Tensor) or target.dtype is not torch.int64 or target.layout is not torch.strided:
+        given = f"of dtype {target.dtype}" if isinstance(target, Tensor) else f"of type {type(target).__name__}"
+        check.refuse("target", given, "Give the labels as a dense tensor of int64.")
     check.device("target", target, x)
     if target.shape != (len(x), *x.shape[2:]):
         check.refuse("target", f"of shape {list(target.shape)}", f"Give one label per pixel, {[len(x), *x.shape[2:]]}.")
-    check.row("weight", weight, x.shape[1], x)
+    check.shape("weight", weight, (x.shape[1],), x)
 
 
 @operator(check=check_cross_entropy)

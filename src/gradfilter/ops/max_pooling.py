@@ -97,14 +97,14 @@ def count_scattered(indices: Tensor, windows: Windows) -> Tensor:
 def check_route(check: Check, g: Tensor, winners: Tensor, windows: Windows) -> None:
     """Check the arguments of `max_route`."""
     n, channels, *cells = check.map("g", g)
-    check.device("winners", winners, g)
+    check.counts("winners", winners, g)
     if tuple(cells) != count_cells(windows.size, windows.out_patch):
         check.refuse("g", f"of shape {list(g.shape)}", f"A map of {windows.size} has {windows.out_cells} patches.")
     places = windows.reach[0] * windows.reach[1]
     counts = (n, channels, *cells, places)
     named = (n, channels, *cells) if windows.out_patch == (1, 1) else counts
-    if winners.is_floating_point() or winners.shape not in (counts, named):
-        check.refuse("winners", f"of shape {list(winners.shape)}, {winners.dtype}", f"Give those of max_pool, {list(counts)}.")
+    if winners.shape not in (counts, named):
+        check.refuse("winners", f"of shape {list(winners.shape)}", f"Give those of max_pool, {list(counts)}.")
 
 
 @operator(kernel=native.max_route, check=check_route)

@@ -35,6 +35,8 @@ def normalise(x_bar: Tensor, mu: Tensor, inverse: Tensor) -> Tensor:
 
 def check_norm(check: Check, g: Tensor, norm: FixedNorm, channels: int) -> None:
     """Check a norm's parameters and statistics."""
+    check.tensor("norm.mu", norm.mu)
+    check.tensor("norm.var", norm.var)
     for field in ("gamma", "mu", "var"):
         check.row(f"norm.{field}", getattr(norm, field), channels, g)
 
@@ -89,7 +91,8 @@ def check_train(
 ) -> None:
     """Check the arguments of `norm_train_gradients`."""
     n, channels, h, w = check.map("g", g)
-    check.shape("x_hat", x_hat, g.shape, g)
+    check.map("x_hat", x_hat, g)
+    check.shape("x_hat", x_hat, g.shape)
     check.tensor("inverse", inverse)
     check.device("inverse", inverse, g)
     batch, groups = inverse.shape == (channels,), inverse.dim() == 2 and len(inverse) == n

@@ -124,7 +124,8 @@ class Operator(Generic[P, R]):
     Attributes:
         name: Its name in torch's registry, behind `gradfilter::`.
         reference: What it computes, in torch: right on any device and in any floating point dtype.
-        kernel: The same by the C library, or `None` for arguments that the library does not take.
+        kernel: The same by the C library, or `None` for arguments that the library does not take. It is not called with
+            others than `check` lets pass.
         check: Raises where an argument cannot be meant, with the argument's name.
         spelled: The same as the reference in operators that any exporter knows.
         entry: What torch's registry has of it; `None` where it does not register.
@@ -144,6 +145,8 @@ class Operator(Generic[P, R]):
         """Describe an operator, which `register` makes known to torch."""
         self.name, self.reference, self.kernel, self.check = reference.__name__, reference, kernel, check
         self.spelled, self.adjoint, self.eager = spelled or reference, adjoint, eager
+        self.signature = signature(reference)
+        self.first = next(iter(self.signature.parameters))
         self.entry: Callable[..., Any] | None = None
         self.__doc__, self.__name__, self.__module__, self.__wrapped__ = (
             *(reference.__doc__, reference.__name__, reference.__module__),
@@ -151,19 +154,19 @@ class Operator(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it: by its kernel where the library takes the arguments, else by the reference; or let a graph record it."""
-        if self.kernel is not None and is_on() and not (self.adjoint is not None and needs_graph(args[0])):
-            result = self.kernel(*args, **kwargs)
-            if result is not None:
-                return result
-        elif self.entry is not None and is_recorded():
-            return self.record(args, kwargs)
-        return self.refer(*args, **kwargs)
+        """Check the arguments and run it: by its kernel where the library takes them, else by its reference.
 
-    def refer(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the reference on arguments that have been checked."""
+        Where a graph is being recorded, call its entry in torch's registry.
+        """
+        if self.entry is not None and is_recorded():
+            return self.record(args, kwargs)
         if self.check is not None:
             self.check(Check(self.name), *args, **kwargs)
+        if self.kernel is not None and is_on():
+            x = args[0] if args else kwargs[self.first]
+            result = None if self.adjoint is not None and needs_graph(x) else self.kernel(*args, **kwargs)
+            if result is not None:
+                return result
         return self.reference(*args, **kwargs)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -181,7 +184,7 @@ class Operator(Generic[P, R]):
         if self.name in OPERATORS:
             raise RuleError(f"there is an operator {self.name!r} already, in {OPERATORS[self.name].reference.__module__}.")
         hints = get_type_hints(self.reference)
-        self.result, self.signature = hints.pop("return"), signature(self.reference)
+        self.result = hints.pop("return")
         self.hints = {name: hint for name, hint in hints.items() if name not in self.eager}
         fields = [field for name, hint in self.hints.items() for field in find_fields(name, hint)]
         results = list_plain(self.result)
@@ -234,10 +237,12 @@ class Operator(Generic[P, R]):
 
     def fake(self, *flat: Any) -> Any:
         """Return tensors without values, as the reference gives them on shapes alone; sizes that are symbols become numbers."""
-        like = find_first(flat)
+        args, like = self.unpack(flat), find_first(flat)
+        if self.check is not None:  # of the tensors themselves: shapes have lost their devices
+            self.check(Check(self.name), **args)
         with _disable_current_modes():
             shapes = [to_shape(v) if isinstance(v, Tensor) else v for v in flat]
-            found = self.dispatch(*shapes)
+            found = self.pack_result(self.reference(**self.unpack(shapes)), shapes)  # type: ignore[call-arg]
         found = [found] if isinstance(found, Tensor) else found
         made = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in found]
         return made[0] if len(made) == 1 else tuple(made)
@@ -294,7 +299,7 @@ def operator(
 
     Args:
         kernel: The same by the C library; returns `None` for arguments that the library does not take.
-        check: Called with a `Check` and then the arguments, before the reference runs.
+        check: Called with a `Check` and then the arguments, before anything runs.
         spelled: The reference in operators that any exporter knows, where that is another function.
         adjoint: Of an operator that is linear in its first argument.
         eager: Parameters that no graph has: where they are given, the reference is recorded in the operator's place.

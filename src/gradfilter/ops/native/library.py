@@ -139,6 +139,7 @@ def is_readable(x: Tensor) -> bool:
     """Tell whether the library can read x: a plain dense map [N, C, H, W] in main memory, float32 or bfloat16."""
     return (
         type(x) is Tensor
+        and x.layout is torch.strided
         and x.dim() == 4
         and x.dtype in DTYPES
         and x.is_cpu
@@ -150,7 +151,7 @@ def is_readable(x: Tensor) -> bool:
 
 def is_here(x: Tensor) -> bool:
     """Tell whether the numbers of a tensor are in main memory as it shows: a subclass's may be elsewhere, a view's negated."""
-    return type(x) in (Tensor, Parameter) and x.is_cpu and not x.is_neg()
+    return type(x) in (Tensor, Parameter) and x.layout is torch.strided and x.is_cpu and not x.is_neg()
 
 
 def is_plain(x: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> bool:

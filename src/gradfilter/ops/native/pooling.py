@@ -14,24 +14,24 @@ from gradfilter.ops.native.task import FLOAT, INT64, POINTER, Record, Task
 from gradfilter.ops.native.values import IDENTITY
 
 _TASK = Task(Record("unpool", (tasks.MAP, "map"), (POINTER, "cells y")))
-COUNTS = (torch.uint8, torch.int16, torch.int32)
-"""The integers that count pixels."""
 _SLOPE = Task(Record("slope", (tasks.MAP, "map"), (POINTER, "g counts gx"), (FLOAT, "low high"), (INT64, "count_bytes")))
 
 
 def pool_mean(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
     """Return the mean of a map x [N, C, H, W] over the real pixels of each patch."""
-    return x if patch == (1, 1) else _pool(x, patch, layout, sums=False)
+    return _pool(x, patch, layout, sums=False)
 
 
 def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
     """Return the sum of a map x [N, C, H, W] over the real pixels of each patch."""
-    return x if patch == (1, 1) else _pool(x, patch, layout, sums=True)
+    return _pool(x, patch, layout, sums=True)
 
 
 def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | None:
-    if not (is_map(x, layout) and is_readable(x) and min(patch) > 0):
+    if not (is_readable(x) and is_map(x, layout)):
         return None
+    if patch == (1, 1):
+        return x
     n, c, h, w = x.shape
     cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
     run_pass(x, None, IDENTITY, patch, mean=cells, sums=sums)
@@ -40,10 +40,10 @@ def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | Non
 
 def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor | None:
     """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
+    if not (is_readable(x_bar) and is_map(x_bar, layout)):
+        return None
     if patch == (1, 1):
         return x_bar
-    if not (is_map(x_bar, layout) and is_readable(x_bar) and min(patch) > 0 and x_bar.shape[2:] == count_cells(size, patch)):
-        return None
     n, c = x_bar.shape[:2]
     y = empty((n, c, *size), x_bar.dtype, memory_format(x_bar))
     kind = (not x_bar.is_contiguous(), DTYPES[x_bar.dtype])
@@ -54,7 +54,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
 
 def can_scale(g: Tensor, count: Tensor) -> bool:
     """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
-    plain = is_readable(g) and g.dtype is torch.float32 and count.dtype in COUNTS and is_plain(count, g.shape, count.dtype)
+    plain = is_readable(g) and g.dtype is torch.float32 and is_plain(count, g.shape, count.dtype)
     return plain and count.is_contiguous(memory_format=memory_format(g))
 
 
@@ -62,9 +62,7 @@ def scale_by_counts(
     g: Tensor, count: Tensor, slopes: tuple[float, float], size: Pair, patch: Pair, layout: Layout = MAP
 ) -> Tensor | None:
     """Return g · (low + (high − low) · count / |I|)."""
-    if patch == (1, 1) or not is_map(g, layout) or not can_scale(g, count):
-        return None
-    if min(patch) < 1 or g.shape[2:] != count_cells(size, patch):
+    if patch == (1, 1) or not can_scale(g, count) or not is_map(g, layout):
         return None
     gx = torch.empty_like(g)
     kind = (not g.is_contiguous(), DTYPES[g.dtype])

@@ -1,0 +1,440 @@
+"""Every operator against its oracle: reference, kernel, entry in torch's registry, fake, gradient; and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gradfilter import ops
+from gradfilter.errors import DoubleBackwardError, InputError, RuleError
+from gradfilter.geometry.tiling import Pair
+from gradfilter.ops import native
+from gradfilter.ops.check import Check
+from gradfilter.ops.operator import operator
+from operator_cases import CASES, Args, Case, list_parts, move
+from views import View
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+needs_library = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
+ROOT = Path(__file__).parents[1]
+
+
+def to_kind(args: Args, dtype: torch.dtype, last: bool = False) -> Args:
+    """Return arguments with floating point tensors in another dtype, and maps in channels-last memory."""
+
+    def convert(x: Tensor) -> Tensor:
+        x = x.to(dtype) if x.is_floating_point() else x
+        return x.contiguous(memory_format=torch.channels_last) if last and x.dim() == 4 else x
+
+    return tree_map_only(Tensor, convert, args)
+
+
+def complete(case: Case, args: Args) -> dict[str, Any]:
+    """Return all arguments in the operator's order."""
+    bound = case.operator.signature.bind(**args)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def run_oracle(case: Case, args: Args) -> Any:
+    """Return what the oracle says of arguments, which it takes in the operator's order."""
+    return case.oracle(*(args[name] for name in case.operator.signature.parameters if name in args))
+
+
+def assert_parts(got: Any, expected: Any, tolerance: float) -> None:
+    """Check tensors one by one: integers are equal, others within a tolerance relative to the largest element."""
+    for g, e in zip(list_parts(got), list_parts(expected), strict=True):
+        assert (g is None) == (e is None)
+        if g is None or e is None:
+            continue
+        assert g.shape == e.shape
+        if e.is_floating_point():
+            assert g.is_floating_point()
+            most = float(e.abs().max()) if e.numel() else 0.0
+            torch.testing.assert_close(g.double(), e.double(), rtol=0, atol=tolerance * max(1.0, most))
+        else:
+            assert torch.equal(g, e)
+
+
+def call_entry(case: Case, args: Args) -> Any:
+    """Return an operator's result by way of torch's dispatcher."""
+    found = case.operator.entry(*case.operator.pack(complete(case, args)))
+    return case.operator.unpack_result([found] if isinstance(found, Tensor) else found)
+
+
+# What is computed
+
+
+def test_every_operator_has_a_case():
+    assert {case.operator.name for case in CASES} == set(ops.OPERATORS)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@each_case
+def test_the_reference_is_what_the_oracle_says(case):
+    args = case.make()
+    result = case.operator.reference(**args)
+    assert_parts(result, run_oracle(case, args), 2e-7 if case.operator.name == "fold_norm" else 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_case
+def test_the_reference_runs_in_half_precision(case, dtype):
+    """Counts and integers aside, which a rounded input may move."""
+    args = to_kind(case.make(), dtype)
+    got, expected = case.operator.reference(**args), run_oracle(case, to_kind(args, torch.float64))
+    for g, e in zip(list_parts(got), list_parts(expected), strict=True):
+        assert (g is None) == (e is None)
+        if g is not None and e is not None and e.is_floating_point():
+            torch.testing.assert_close(g.double(), e.double(), rtol=0, atol=0.04 * max(1.0, float(e.abs().max())))
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 2])
+@each_case
+def test_the_kernel_is_what_the_reference_says(case, threads):
+    args = to_kind(case.make(), torch.float32, last=True)
+    kernel = case.operator.kernel
+    result = None if kernel is None else run_on(threads, lambda: kernel(**args))
+    assert (result is not None) == case.has_kernel
+    if result is not None:
+        assert_parts(result, case.operator.reference(**args), case.tolerance)
+        assert_parts(result, run_oracle(case, to_kind(args, torch.float64)), case.tolerance)
+
+
+def run_on(threads: int, run: Callable[[], Any]) -> Any:
+    """Return what a function returns on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_case
+def test_a_call_runs_the_kernel_or_the_reference(case):
+    args = to_kind(case.make(), torch.float32, last=True)
+    with native.off():
+        expected = case.operator.reference(**args)
+        assert_parts(case.operator(**args), expected, 0.0)
+    assert_parts(case.operator(**args), expected, case.tolerance)
+
+
+# What torch's registry has
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "channels last"])
+@each_case
+def test_the_entry_is_right(case, last):
+    args = to_kind(case.make(), torch.float32, last)
+    assert_parts(call_entry(case, args), case.operator.reference(**args), case.tolerance)
+    opcheck(case.operator.entry, tuple(case.operator.pack(complete(case, args))))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@each_case
+def test_a_fake_tells_shape_memory_dtype_and_device(case, device):
+    args = to_kind(case.make(), torch.float32, last=True)
+    expected = case.operator.entry(*case.operator.pack(complete(case, args)))
+    with FakeTensorMode():
+        fakes = move(args, device)
+        found = case.operator.entry(*case.operator.pack(complete(case, fakes)))
+    for fake, real in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert fake.device.type == device
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@each_case
+def test_the_reference_runs_on_shapes_alone(case):
+    args = to_kind(case.make(), torch.float32)
+    expected = case.operator.reference(**args)
+    found = case.operator(**move(args, "meta"))
+    for fake, real in zip(list_parts(found), list_parts(expected), strict=True):
+        assert (fake is None) == (real is None)
+        if fake is not None and real is not None:
+            assert (fake.shape, fake.dtype, fake.device.type) == (real.shape, real.dtype, "meta")
+
+
+def test_references_run_on_another_device():
+    run = subprocess.run([sys.executable, str(ROOT / "tests/other_device.py")], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout == f"{len(CASES)} cases on elsewhere\n"
+
+
+@each_case
+def test_a_graph_has_one_node_for_it(case):
+    args = to_kind(case.make(), torch.float32, last=True)
+    graph = make_fx(lambda args: case.operator(**args))(args)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function" and "gradfilter" in str(node.target)]
+    assert called == [case.operator.entry]
+    assert_parts(graph(args), case.operator.reference(**args), case.tolerance)
+
+
+@each_case
+def test_it_is_spelled_out_in_operators_of_torch(case):
+    args = case.make()
+    graph = make_fx(lambda args: case.operator(**args), decomposition_table=ops.find_decompositions())(args)
+    assert not [node for node in graph.graph.nodes if "gradfilter" in str(node.target)]
+    assert_parts(graph(args), case.operator.reference(**args), 1e-9 if case.operator.name != "fold_norm" else 1e-6)
+
+
+@each_case
+def test_the_gradient_is_its_adjoint_or_refused(case):
+    args = case.make()
+    name = next(name for name, value in args.items() if isinstance(value, Tensor))
+    x = args[name].requires_grad_()
+    if case.operator.adjoint is None:
+        results = [part for part in list_parts(call_entry(case, args)) if part is not None]
+        followed = [part.sum() for part in results if part.requires_grad]
+        assert len(followed) == sum(part.is_floating_point() for part in results)
+        for y in followed:
+            with pytest.raises(DoubleBackwardError, match=f"gradfilter::{case.operator.name} has no derivative"):
+                y.backward(retain_graph=True)
+        return
+    expected = run_oracle(case, args)
+    g = torch.ones_like(expected) + torch.arange(expected.numel(), dtype=expected.dtype).reshape(expected.shape) / 10
+    (gx,) = torch.autograd.grad(expected, x, g)
+    for run in (lambda: case.operator(**args), lambda: call_entry(case, args)):
+        torch.testing.assert_close(torch.autograd.grad(run(), x, g)[0], gx, rtol=1e-9, atol=1e-9)
+
+
+@needs_library
+@pytest.mark.parametrize("case", [case for case in CASES if case.operator.adjoint], ids=str)
+def test_no_kernel_hides_a_gradient(case):
+    args = to_kind(case.make(), torch.float32, last=True)
+    name = next(name for name, value in args.items() if isinstance(value, Tensor))
+    assert case.operator(**{**args, name: args[name].requires_grad_()}).requires_grad
+
+
+def test_a_second_operator_of_a_name_is_refused():
+    def pool_mean(x: Tensor, patch: Pair) -> Tensor:
+        return x
+
+    with pytest.raises(RuleError, match=r"operator 'pool_mean' already, in gradfilter\.ops\.pooling"):
+        operator()(pool_mean)
+
+
+def test_an_argument_that_no_schema_has_is_refused():
+    def halve(x: Tensor, names: dict[str, int]) -> Tensor:
+        return x / 2
+
+    with pytest.raises(RuleError, match="argument 'names' has the type dict"):
+        operator()(halve)
+    assert "halve" not in ops.OPERATORS
+
+
+# What is written about it
+
+
+@pytest.mark.parametrize("name", ops.OPERATORS)
+def test_a_docstring_says_three_things(name):
+    text = ops.OPERATORS[name].__doc__ or ""
+    for heading in ("Equation:", "Cost:", "Exact when:", "Args:"):
+        assert heading in text
+
+
+def test_the_table_of_operators_is_complete():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no|part) \|", (ROOT / "docs/operators.md").read_text(encoding="utf-8"), re.M)
+    with_kernel = {case.operator.name for case in CASES if case.has_kernel}
+    without = {case.operator.name for case in CASES if not case.has_kernel}
+    kinds = {name: ("part" if name in without else "yes") if name in with_kernel else "no" for name in ops.OPERATORS}
+    assert dict(rows) == kinds
+
+
+# Views
+
+
+VIEWS = {
+    "offset and step": View(offset=3, step=2, stepped=-1),
+    "transposed": View(order="transposed"),
+    "last axis first": View(order="last axis first", offset=1),
+    "negated": View(negated=True),
+    "negated channels last": View(order="channels last", negated=True),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@each_case
+def test_tensors_may_lie_anywhere_in_memory(case, view):
+    args = to_kind(case.make(), torch.float32)
+    expected = case.operator.reference(**args)
+    viewed = tree_map_only(Tensor, lambda x: view(x) if x.dim() > 1 and x.is_floating_point() >= view.negated else x, args)
+    assert_parts(case.operator(**viewed), expected, case.tolerance)
+    assert_parts(call_entry(case, viewed), expected, case.tolerance)
+
+
+@each_case
+def test_tensors_may_overlap_themselves(case):
+    """One image, row of a matrix or number is all of them."""
+    args = tree_map_only(Tensor, lambda x: x[:1].expand(x.shape), to_kind(case.make(), torch.float32, last=True))
+    dense = tree_map_only(Tensor, torch.clone, args)
+    expected = case.operator.reference(**dense)
+    assert_parts(case.operator(**args), expected, case.tolerance)
+    assert_parts(call_entry(case, args), expected, case.tolerance)
+
+
+# What is refused
+
+
+TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "integers or not": lambda x: x.long() if x.is_floating_point() else x.float(),
+    "complex": lambda x: torch.complex(x.float(), x.float()),
+    "booleans": lambda x: x > 0,
+    "double": lambda x: x.double(),
+    "half": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "eight bits": lambda x: x.to(torch.float8_e4m3fn),
+    "on meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "compressed": lambda x: x.reshape(len(x), -1).to_sparse_csr(),
+    "mkldnn": lambda x: x.float().to_mkldnn(),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+    "no axis": lambda x: x.new_zeros(()),
+    "flat": lambda x: x.flatten(),
+    "an axis less": lambda x: x[0],
+    "an axis more": lambda x: x[None],
+    "no image": lambda x: x[:0],
+    "no channel": lambda x: x[:, :0] if x.dim() > 1 else x[:0],
+    "no row": lambda x: x[..., :0, :] if x.dim() > 1 else x[:0],
+    "no column": lambda x: x[..., :0],
+    "an image more": lambda x: torch.cat([x, x[:1]]),
+    "a channel more": lambda x: torch.cat([x, x[:, :1]], 1) if x.dim() > 1 else x,
+    "a row more": lambda x: torch.cat([x, x[..., :1, :]], -2) if x.dim() > 1 else x,
+    "a column more": lambda x: torch.cat([x, x[..., :1]], -1),
+    "an image less": lambda x: x[1:],
+    "a channel less": lambda x: x[:, 1:] if x.dim() > 1 else x,
+    "a column less": lambda x: x[..., 1:],
+    "one number": lambda x: x.reshape(-1)[:1],
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.numpy(),
+    "nothing": lambda x: None,
+    "text": lambda x: "x",
+}
+"""What may be given in the place of a tensor."""
+
+
+def list_places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each tensor in arguments."""
+    if isinstance(value, Tensor):
+        yield path
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from list_places(part, (*path, name))
+    elif hasattr(value, "_fields"):
+        for name in value._fields:
+            yield from list_places(getattr(value, name), (*path, name))
+
+
+def put(value: Any, path: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
+    """Return arguments with another value at a path."""
+    if not path:
+        return new(value)
+    name, *rest = path
+    if isinstance(value, dict):
+        return {**value, name: put(value[name], tuple(rest), new)}
+    return value._replace(**{name: put(getattr(value, name), tuple(rest), new)})
+
+
+def check_refused_or_right(case: Case, args: Args) -> None:
+    """Check that arguments are refused by name, or that the result is the reference's."""
+    refusal = find_refusal(case, args)
+    if refusal is not None:
+        assert re.match(rf"gradfilter::{case.operator.name} got [a-z]\w*(\.\w+)? ", refusal), refusal
+        with pytest.raises(InputError):
+            case.operator(**args)
+        # Torch's dispatcher refuses by itself what is no tensor.
+        with pytest.raises(InputError if are_tensors(case, args) else (InputError, RuntimeError, TypeError)):
+            call_entry(case, args)
+        return
+    expected = case.operator.reference(**args)
+    is_meta = any(part is not None and part.is_meta for part in list_parts(expected))
+    is_half = any(getattr(part, "dtype", None) in HALF for part in [*tree_leaves(args), *list_parts(expected)])
+    for result in (case.operator(**args), call_entry(case, args)):
+        if not is_meta:
+            assert_parts(result, expected, 2e-2 if is_half else case.tolerance)
+        for got, wanted in zip(list_parts(result), list_parts(expected), strict=True):
+            assert getattr(got, "shape", None) == getattr(wanted, "shape", None)
+
+
+def find_refusal(case: Case, args: Args) -> str | None:
+    """Return what an operator's check says of arguments, if it refuses them."""
+    try:
+        case.operator.check(Check(case.operator.name), **args)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def are_tensors(case: Case, args: Args) -> bool:
+    """Tell whether there is a tensor wherever the schema has one."""
+    flat = case.operator.pack(complete(case, args))
+    kinds = [str(argument.type) for argument in case.operator.entry._schema.arguments]
+    return all(
+        isinstance(v, Tensor) or (v is None and "Optional" in kind) or "Tensor" not in kind
+        for v, kind in zip(flat, kinds, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "channels last"])
+@each_case
+def test_what_is_no_such_tensor_is_refused(case, last):
+    args = to_kind(case.make(), torch.float32, last)
+    for path, (kind, change) in itertools.product(list_places(args), TENSORS.items()):
+        try:
+            changed = put(args, path, change)
+        except (RuntimeError, IndexError, NotImplementedError):
+            continue  # there is no such tensor
+        try:
+            check_refused_or_right(case, changed)
+        except Exception as error:
+            raise AssertionError(f"{'.'.join(path)}: {kind}") from error
+
+
+NUMBERS: dict[str, list[Any]] = {
+    "patch": [(0, 4), (3, 0), (-1, 2), (3, -4), (3,), (2, 2, 2)],
+    "size": [(0, 10), (7, -1), (70, 10), (7, 100)],
+    "stride": [(0, 1), (1, -1)],
+    "padding": [(-1, 0), (0, -3)],
+    "dilation": [(0, 1), (1, -2)],
+    "out_size": [(0, 4), (4, -1)],
+    "groups": [0, -1, 3, 1000],
+    "act": [ops.Act(9), ops.Act(-1)],
+}
+"""By parameter, what means nothing there."""
+
+
+@each_case
+def test_numbers_that_mean_nothing_are_refused(case):
+    args = to_kind(case.make(), torch.float32, last=True)
+    for path, wrong in list_wrong_numbers(args):
+        changed = put(args, path, lambda _, wrong=wrong: wrong)
+        for run in (lambda changed=changed: case.operator(**changed), lambda changed=changed: call_entry(case, changed)):
+            with pytest.raises(InputError, match=f"^gradfilter::{case.operator.name} got "):
+                run()
+
+
+def list_wrong_numbers(args: Args) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield paths to numbers in arguments, and what means nothing there."""
+    for name, value in args.items():
+        for wrong in NUMBERS.get(name, ()):
+            yield (name,), wrong
+        if isinstance(value, ops.Ending):
+            yield from (((name, field), wrong) for field in ("act", "patch") for wrong in NUMBERS[field])
