@@ -29,7 +29,7 @@ sanitize: setup
 	LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 GRADFILTER_NATIVE_LIBRARY=build/sanitize/libgradfilter.so \
 	$(BIN)/python -m pytest -q tests/test_native.py tests/test_native_conv.py tests/test_native_expand.py tests/test_native_pool.py \
-	  tests/test_native_norm.py tests/test_native_views.py tests/test_native_tasks.py tests/test_twin.py
+	  tests/test_native_norm.py tests/test_native_views.py tests/test_native_tasks.py tests/test_operators.py tests/test_twin.py
 
 demo: setup
 	$(BIN)/gradfilter train --config examples/digits.yaml --exact --out runs/digits-exact --overwrite
