@@ -67,7 +67,7 @@ def test_another_processor(tmp_path):
         "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
         "-DCMAKE_BUILD_TYPE=Debug",
     )
-    source = ROOT / "src" / "gradfilter" / "native"
+    source = ROOT / "src" / "gradfilter" / "ops" / "native"
     for command in (["cmake", "-S", str(source), "-B", str(tmp_path), *options], ["cmake", "--build", str(tmp_path)]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr

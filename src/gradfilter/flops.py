@@ -24,7 +24,7 @@ MOVES = {
     for name in (
         "_reshape_alias _to_copy _unsafe_view alias arange as_strided bernoulli bernoulli_ cat clone constant_pad_nd "
         "contiguous copy copy_ detach empty empty_like empty_permuted empty_strided expand eye fill fill_ flip full "
-        "full_like gather index index_put index_put_ index_select lift_fresh nan_to_num new_empty new_empty_strided "
+        "full_like gather index index_put index_put_ index_select lift_fresh new_empty new_empty_strided "
         "new_full new_ones new_zeros normal_ ones ones_like permute pixel_shuffle pixel_unshuffle rand rand_like randn "
         "randn_like randperm reflection_pad2d reflection_pad2d_backward repeat replication_pad2d "
         "replication_pad2d_backward roll scalar_tensor scatter select_backward select_scatter slice_backward "

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, count_dtype
+from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, count_dtype, is_nhwc
 from gradfilter.ops.check import Check
 from gradfilter.ops.constants import make_areas
 from gradfilter.ops.native import fused, pooling
@@ -152,21 +152,18 @@ def count_steep(x: Tensor, act: Act, patch: Pair, layout: Layout = MAP) -> Tenso
 
 
 def find_steep(x: Tensor, act: Act) -> Tensor:
-    """Return 1 where an activation has slope 1, and 0 elsewhere, from its argument or its result.
+    """Tell where an activation has slope 1, from its argument or its result.
 
     At NaN the slope is 1, and that of a leaky one the one below 0, as torch's scalar code has it: its vectors have 0 at NaN
     between two bounds, so that what torch gives there hangs on the place of the pixel in memory.
     """
     if act.kind == LEAKY:
         return x > 0
-    one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
-    if act.hi == math.inf:
-        return torch.ops.aten.threshold_backward(one, x, act.lo)
-    if x.element_size() > 2 and -math.inf < act.lo < act.hi:
-        known = x.nan_to_num((act.lo + act.hi) / 2, act.hi, act.lo)
-        return torch.ops.aten.hardtanh_backward(one, known, act.lo, act.hi)
     wide = x.float() if x.element_size() == 2 else x  # torch does not round the bounds to half precision here
-    return (wide <= act.lo).logical_or_(wide >= act.hi).logical_not_()
+    flat = wide <= act.lo
+    if act.hi < math.inf:
+        flat.logical_or_(wide >= act.hi)
+    return flat.logical_not_()
 
 
 def is_told_by_result(act: Act, dtype: torch.dtype) -> bool:
@@ -175,11 +172,11 @@ def is_told_by_result(act: Act, dtype: torch.dtype) -> bool:
 
 
 def count_set(steep: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor:
-    """Return how many pixels of each patch are set, as `count_steep` does, of a tensor of 1 and 0 or of booleans."""
+    """Return how many pixels of each patch are set in a tensor of booleans, as `count_steep` does."""
     if patch == (1, 1):
         return pack_bits(steep)
     # Half precision counts to 256 or 2048 only.
-    return pool_sum(steep if steep.element_size() > 2 else steep.float(), patch, layout).to(count_dtype(patch))
+    return pool_sum(steep.float(), patch, layout).to(count_dtype(patch))
 
 
 def find_share(count: Tensor, size: Pair, patch: Pair, g: Tensor, layout: Layout = MAP) -> Tensor:
@@ -195,8 +192,8 @@ of the product reaches it, and none carries into it. Times SPREAD, a byte is in 
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a mask as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
-    flat = F.pad(mask.reshape(-1).ne(0), (0, -mask.numel() % 8))
+    """Return a mask of booleans as bytes of eight bits [⌈numel/8⌉], in the mask's logical order."""
+    flat = F.pad(mask.reshape(-1), (0, -mask.numel() % 8))
     return flat.view(torch.int64).mul(GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
@@ -249,7 +246,8 @@ def scale_by_counts(
     """
     low, high = slopes
     if patch == (1, 1) and low == 0:
-        gx = g.masked_fill(unpack_bits(count, g.shape).logical_not_(), 0)
+        order = torch.channels_last if g.dim() == 4 and is_nhwc(g) else torch.contiguous_format
+        gx = torch.ops.aten.threshold_backward(g, unpack_bits(count, g.shape).to(g.dtype, memory_format=order), 0)
         return gx if high == 1 else gx * high
     share = find_share(count, size, patch, g, layout)
     if low != 0:

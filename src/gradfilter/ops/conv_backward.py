@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradfilter.geometry.convolution import AxisTiles, Geometry
@@ -25,6 +24,7 @@ from gradfilter.ops.conv_products import (
 )
 from gradfilter.ops.native import backward, pairs, single
 from gradfilter.ops.native.affine import FixedNorm
+from gradfilter.ops.native.library import is_plain
 from gradfilter.ops.norm import check_norm, finish_norm_gradients, scale_norm_gradient
 from gradfilter.ops.operator import operator
 
@@ -62,16 +62,23 @@ def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, n
     if kept is None and not need_gx:
         return None, None
     if geometry.is_single_tap:
-        if geometry.groups > 1 or not prefers_single(g, kept, w):
+        if geometry.groups > 1 or not prefers_single(g, kept, w) or not is_sized(g, kept, w, geometry):
             return None
         gx, gw = single.single_gradients(g, kept, w, need_gx=need_gx)
         return finish_single(gx, gw, w, geometry)
     if geometry.groups == w.shape[0] and w.shape[1] == 1:
-        if w.dtype is torch.float32 and pairs.can_pair(g, kept, *geometry.pairs):
+        if is_plain(w, w.shape) and pairs.can_pair(g, kept, *geometry.pairs) and is_sized(g, kept, w, geometry):
             return paired_gradients(g, kept, w, geometry, need_gx)
     elif geometry.groups == 1 and geometry.tiles is not None and prefers_tiles(g, kept, w, geometry.tiles):
-        return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
+        if is_sized(g, kept, w, geometry):
+            return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
     return None
+
+
+def is_sized(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> bool:
+    """Tell whether gradient and kernel are those of the geometry: the library reads as much as that says."""
+    kernel = geometry.rows.kernel, geometry.columns.kernel
+    return g.shape[1:] == (w.shape[0], *geometry.out_cells) and w.shape[2:] == kernel and w.shape[1] > 0
 
 
 def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
@@ -102,7 +109,7 @@ def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geomet
     A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
     """
     taps = find_coefficients(geometry, g)
-    q = taps @ w.reshape(len(w), -1).t() if need_gx else None
+    q = taps @ w.reshape(w.shape[0], -1).t() if need_gx else None
     gx, gq = pairs.pair_gradients(g, kept, q, *geometry.pairs)
     return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
 

@@ -124,8 +124,7 @@ class Operator(Generic[P, R]):
     Attributes:
         name: Its name in torch's registry, behind `gradfilter::`.
         reference: What it computes, in torch: right on any device and in any floating point dtype.
-        kernel: The same by the C library, or `None` for arguments that the library does not take. It is not called with
-            others than `check` lets pass.
+        kernel: The same by the C library, or `None` for arguments that the library does not take: all that it could not read.
         check: Raises where an argument cannot be meant, with the argument's name.
         spelled: The same as the reference in operators that any exporter knows.
         entry: What torch's registry has of it; `None` where it does not register.
@@ -154,20 +153,28 @@ class Operator(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Check the arguments and run it: by its kernel where the library takes them, else by its reference.
+        """Run it: by its kernel where the library takes the arguments, else by its reference; or let a graph record it.
 
-        Where a graph is being recorded, call its entry in torch's registry.
+        A kernel looks at what it reads anyway. What it declines, or fails at, is checked thoroughly, which takes longer.
         """
-        if self.entry is not None and is_recorded():
-            return self.record(args, kwargs)
-        if self.check is not None:
-            self.check(Check(self.name), *args, **kwargs)
         if self.kernel is not None and is_on():
-            x = args[0] if args else kwargs[self.first]
-            result = None if self.adjoint is not None and needs_graph(x) else self.kernel(*args, **kwargs)
+            x = args[0] if args else kwargs.get(self.first)
+            try:
+                result = None if self.adjoint is not None and needs_graph(x) else self.kernel(*args, **kwargs)
+            except Exception:
+                self.verify(args, kwargs)
+                raise
             if result is not None:
                 return result
+        elif self.entry is not None and is_recorded():
+            return self.record(args, kwargs)
+        self.verify(args, kwargs)
         return self.reference(*args, **kwargs)
+
+    def verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise an `InputError` where an argument cannot be meant."""
+        if self.check is not None:
+            self.check(Check(self.name), *args, **kwargs)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Call the entry in torch's registry, which whoever records sees as one node."""
@@ -226,8 +233,7 @@ class Operator(Generic[P, R]):
     def dispatch(self, *flat: Any) -> Any:
         """Run it for torch's dispatcher."""
         args = self.unpack(flat)
-        if self.check is not None:
-            self.check(Check(self.name), **args)
+        self.verify((), args)
         result = self.kernel(**args) if self.kernel is not None and is_on() else None  # type: ignore[call-arg]
         return self.pack_result(self.reference(**args) if result is None else result, flat)  # type: ignore[call-arg]
 
@@ -238,8 +244,7 @@ class Operator(Generic[P, R]):
     def fake(self, *flat: Any) -> Any:
         """Return tensors without values, as the reference gives them on shapes alone; sizes that are symbols become numbers."""
         args, like = self.unpack(flat), find_first(flat)
-        if self.check is not None:  # of the tensors themselves: shapes have lost their devices
-            self.check(Check(self.name), **args)
+        self.verify((), args)  # of the tensors themselves: shapes have lost their devices
         with _disable_current_modes():
             shapes = [to_shape(v) if isinstance(v, Tensor) else v for v in flat]
             found = self.pack_result(self.reference(**self.unpack(shapes)), shapes)  # type: ignore[call-arg]
@@ -299,7 +304,7 @@ def operator(
 
     Args:
         kernel: The same by the C library; returns `None` for arguments that the library does not take.
-        check: Called with a `Check` and then the arguments, before anything runs.
+        check: Called with a `Check` and then the arguments, before the reference runs and where the kernel fails.
         spelled: The reference in operators that any exporter knows, where that is another function.
         adjoint: Of an operator that is linear in its first argument.
         eager: Parameters that no graph has: where they are given, the reference is recorded in the operator's place.

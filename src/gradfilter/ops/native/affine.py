@@ -81,7 +81,7 @@ def finish_norm_gradients(
     """Return the gradients of kernel, factors γ and bias; gw may be changed."""
     _, mu, var, eps = norm
     rows = back.scale, back.total, b, mu, var
-    if not (_are_alike(gw, w) and are_rows(len(w), *rows) and _are_readable(*rows)):
+    if not (_are_alike(gw, w) and are_rows(w.shape[0], *rows) and _are_readable(*rows)):
         return None
     channels = w.shape[0]
     g_gamma = empty((channels,)) if need_gamma else None

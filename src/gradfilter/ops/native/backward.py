@@ -39,9 +39,9 @@ def tile_gradients(
     g = g.contiguous(memory_format=layout)
     x = None if x is None else x.contiguous(memory_format=layout)
     kernel = w.detach().permute(0, 2, 3, 1).contiguous() if need_gx else None
-    gx = empty((len(g), ci, rows.cells[0], columns.cells[0]), torch.float32, layout) if need_gx else None
+    gx = empty((g.shape[0], ci, rows.cells[0], columns.cells[0]), torch.float32, layout) if need_gx else None
     gw = None if x is None else empty((co, 3, 3, ci))
     tensors = (g, x, kernel, gx, gw)
     pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, len(g), co, ci, *pointers), *tensors)
+    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, g.shape[0], co, ci, *pointers), *tensors)
     return gx, None if gw is None else gw.permute(0, 3, 1, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import Pair, count_dtype
-from gradfilter.ops.native.fused import NORM_ACT, are_rows, as_floats, can_count
+from gradfilter.ops.native.fused import NORM_ACT, are_rows, as_floats, is_known
 from gradfilter.ops.native.library import CHANNELS, call, can_run, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.task import INT64, POINTER, Record, Task
@@ -95,10 +95,14 @@ def prefers(kernel: str, w: Sequence[int], stride: Pair, out_size: Pair) -> bool
 
 
 @lru_cache(maxsize=4096)
-def find_kernel_for(
+def find_fitting(
     x: tuple[int, ...], w: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int, out_size: Pair
 ) -> str | None:
-    """Return the kernel for an input and a weight of these shapes and an output of this size, `None` where there is none."""
+    """Return the kernel for an input and a weight of these shapes and an output of this size, `None` where they do not fit."""
+    if len(w) != 4 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
+        return None
+    if min(padding) < 0 or min(*stride, *dilation, *out_size) < 1:
+        return None
     ends = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True))
     h, width = (max(p, end - p - n) for end, p, n in zip(ends, padding, x[2:], strict=True))
     return find_kernel(w, x[1], stride, (h, width), dilation, groups)
@@ -121,9 +125,9 @@ def convolve(
     cells: Cells | None = None,
 ) -> Fused | None:
     """Return act(conv(x) · scale + shift + residual) with its patch means and slopes."""
-    if not are_readable(x, w):
+    if groups < 1 or not are_readable(x, w):
         return None
-    kernel = find_kernel_for(x.shape, w.shape, stride, padding, dilation, groups, out_size)
+    kernel = find_fitting(x.shape, w.shape, stride, padding, dilation, groups, out_size)
     if kernel is None:
         return None
     return run_kernel(kernel, x, w, bias, stride, padding, dilation, out_size, scale, shift, act, patch, residual, cells)
@@ -147,7 +151,7 @@ def run_kernel(
 ) -> Fused | None:
     """Return what `convolve` returns, by one of the library's kernels, for an input and a weight that it can read."""
     shape = (x.shape[0], w.shape[0], *out_size)
-    if not (can_finish(shape, residual) and can_count(patch) and are_rows(shape[1], bias, scale, shift)):
+    if not (can_finish(shape, residual) and is_ending(Ending(bias, scale, shift, act, patch), shape[1])):
         return None
     y = empty(shape, torch.float32, torch.channels_last)
     end = Ending(bias, scale, shift, act, patch)
@@ -156,6 +160,12 @@ def run_kernel(
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
     call(_TASKS[kernel], task, *held, residual, y, *cells)
     return Fused(y, *cells)
+
+
+def is_ending(end: Ending, channels: int) -> bool:
+    """Tell whether the library knows what follows a convolution, and can read it."""
+    bias, scale, shift, act, patch = end
+    return is_known(act, patch) and are_rows(channels, bias, scale, shift) and (bias is None or bias.dtype is torch.float32)
 
 
 def can_finish(shape: tuple[int, ...], residual: Tensor | None) -> bool:

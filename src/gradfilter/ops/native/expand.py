@@ -14,12 +14,12 @@ from gradfilter.ops.native.conv import (
     are_readable,
     can_convolve,
     can_finish,
-    find_kernel_for,
+    find_fitting,
+    is_ending,
     make_cells,
     pack_task,
     prefers,
 )
-from gradfilter.ops.native.fused import are_rows, can_count
 from gradfilter.ops.native.library import call, is_plain
 from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.task import Record, Task
@@ -54,14 +54,9 @@ def fits_expand(x: Tensor, w: Tensor, taps: Tensor, stride: Pair, padding: Pair,
     return (
         w.shape[1:] == (x.shape[1], *one)
         and is_plain(taps, (len(w), 1, *taps.shape[2:]))
-        and find_kernel_for(x.shape, w.shape, one, (0, 0), one, 1, hidden[2:]) == "dense"
-        and find_kernel_for(hidden, taps.shape, stride, padding, dilation, len(w), out_size) == "depthwise"
+        and find_fitting(x.shape, w.shape, one, (0, 0), one, 1, hidden[2:]) == "dense"
+        and find_fitting(hidden, taps.shape, stride, padding, dilation, len(w), out_size) == "depthwise"
     )
-
-
-def is_ending(end: Ending, channels: int) -> bool:
-    """Tell whether the library can read what follows a convolution."""
-    return can_count(end.patch) and are_rows(channels, end.bias, end.scale, end.shift)
 
 
 def prefers_expand(x: Sequence[int], w: Sequence[int]) -> bool:

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradfilter.geometry.tiling import Pair, count_cells, count_dtype
+from gradfilter.ops.check import FLOATS
 from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable, is_row, run
 from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.task import DOUBLE, FLOAT, INT32, INT64, MAP, POINTER, Record, Task
-from gradfilter.ops.native.values import Act, Fused, is_smooth
+from gradfilter.ops.native.values import SILU, Act, Fused, is_smooth
 
 NORM_ACT = Record(
     "norm_act",
@@ -81,7 +82,7 @@ def norm_act(
     """Return y = act(x · scale + shift + residual) with its patch means and slopes."""
     shape, dtype = x.shape, x.dtype
     plain = is_readable(x) and is_plain(residual, shape, dtype) and is_plain(out, shape, dtype)
-    if not (plain and can_count(patch) and are_rows(shape[1], scale, shift)):
+    if not (plain and is_known(act, patch) and are_rows(shape[1], scale, shift)):
         return None
     layout = memory_format(x)
     if residual is not None:
@@ -103,14 +104,17 @@ def norm_act(
     return Fused(y, mean, slope)
 
 
-def can_count(patch: Pair) -> bool:
-    """Tell whether passes count the pixels of a patch."""
-    return patch[0] * patch[1] <= _MOST_PIXELS
+def is_known(act: Act, patch: Pair) -> bool:
+    """Tell whether passes know an activation and count the pixels of a patch."""
+    h, w = patch
+    return 0 <= act.kind <= SILU.kind and min(h, w) > 0 and h * w <= _MOST_PIXELS
 
 
 def are_rows(channels: int, *values: Tensor | None) -> bool:
-    """Tell whether each of the values is one number per channel on a CPU, or not there."""
-    return all([v is None or (v.shape == (channels,) and v.is_cpu) for v in values])  # noqa: C419 (half the time)
+    """Tell whether each of the values is one number per channel in main memory, or not there."""
+    return all(  # of a list: half the time
+        [v is None or (v.shape == (channels,) and v.is_cpu and v.layout is torch.strided and v.dtype in FLOATS) for v in values]  # noqa: C419
+    )
 
 
 def _is_apart(out: Tensor, read: Tensor | None) -> bool:
@@ -128,7 +132,9 @@ def as_floats(values: Tensor | None) -> Tensor | None:
 def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
     rows = gamma, beta, mean, var
-    if not all([is_row(row) for row in rows]):  # noqa: C419 (half the time)
+    if mean.dim() != 1 or not (
+        are_rows(mean.shape[0], *rows) and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)
+    ):
         return None
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     task = _FOLD.pack(

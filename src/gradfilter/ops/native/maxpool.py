@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradfilter.geometry.tiling import count_dtype
 from gradfilter.geometry.windows import Taps, Windows
+from gradfilter.ops.check import COUNTS
 from gradfilter.ops.constants import find_target
 from gradfilter.ops.native.library import CHANNELS, call, is_here, is_readable
 from gradfilter.ops.native.memory import empty
@@ -50,7 +51,7 @@ def can_max_pool(x: Tensor) -> bool:
 
 def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
     """Return the maxima of windows over x with their patch means and winners."""
-    if not can_max_pool(x) or windows.taps is None:
+    if not can_max_pool(x) or x.shape[2:] != windows.in_size or windows.taps is None:
         return None
     n, c, h, w = x.shape
     (rows, columns), size, patch = windows.taps, windows.size, windows.out_patch
@@ -80,8 +81,11 @@ def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor | None:
     n, c, h, w = g.shape
     named, target, in_cells = winners.dim() == 4, find_target(windows, g), windows.in_cells
     places = windows.reach[0] * windows.reach[1]
+    shape = (n, c, h, w) if named else (n, c, h, w, places)
+    if not (is_readable(g) and g.dtype is torch.float32 and (h, w) == windows.out_cells and winners.shape == shape):
+        return None
     order = winners.permute(0, 2, 3, 1) if named else winners.permute(0, 2, 3, 4, 1)
-    if not (is_readable(g) and g.dtype is torch.float32 and is_here(winners) and order.is_contiguous()):
+    if not (is_here(winners) and winners.dtype in COUNTS and order.is_contiguous()):
         return None
     g = g.contiguous(memory_format=torch.channels_last)
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")

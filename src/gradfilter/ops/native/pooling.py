@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
+from gradfilter.ops.check import COUNTS
 from gradfilter.ops.native import task as tasks
 from gradfilter.ops.native.fused import memory_format, run_pass
 from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable
@@ -28,9 +29,10 @@ def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
 
 
 def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | None:
-    if not (is_readable(x) and is_map(x, layout)):
+    over, across = patch
+    if not (is_readable(x) and is_map(x, layout) and min(over, across) > 0):
         return None
-    if patch == (1, 1):
+    if over == across == 1:
         return x
     n, c, h, w = x.shape
     cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
@@ -40,7 +42,7 @@ def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | Non
 
 def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor | None:
     """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
-    if not (is_readable(x_bar) and is_map(x_bar, layout)):
+    if not (is_readable(x_bar) and is_map(x_bar, layout) and min(patch) > 0 and x_bar.shape[2:] == count_cells(size, patch)):
         return None
     if patch == (1, 1):
         return x_bar
@@ -54,7 +56,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
 
 def can_scale(g: Tensor, count: Tensor) -> bool:
     """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
-    plain = is_readable(g) and g.dtype is torch.float32 and is_plain(count, g.shape, count.dtype)
+    plain = is_readable(g) and g.dtype is torch.float32 and count.dtype in COUNTS and is_plain(count, g.shape, count.dtype)
     return plain and count.is_contiguous(memory_format=memory_format(g))
 
 
@@ -63,6 +65,8 @@ def scale_by_counts(
 ) -> Tensor | None:
     """Return g · (low + (high − low) · count / |I|)."""
     if patch == (1, 1) or not can_scale(g, count) or not is_map(g, layout):
+        return None
+    if min(patch) < 1 or g.shape[2:] != count_cells(size, patch):
         return None
     gx = torch.empty_like(g)
     kind = (not g.is_contiguous(), DTYPES[g.dtype])
