@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradfilter as gf
 from cases import MODELS, draw
-from gradfilter.ops import native
-from gradfilter.ops.norm import scale_norm_gradient
+from gradfilter.ops import native, norm
 from segment_nets import CLASSES, make_segmenter, segment_loss
 
 CONSTRUCTORS = ("tensor", "as_tensor", "asarray", "from_numpy")
@@ -72,8 +71,7 @@ def test_what_waits_is_seen(monkeypatch):
 @pytest.fixture
 def as_elsewhere(monkeypatch):
     """Let the factors of batch norms not be read, which is done on a CPU alone."""
-    real = scale_norm_gradient.reference
-    monkeypatch.setattr(scale_norm_gradient, "reference", lambda g, norm, scales: real(g, norm, False))
+    monkeypatch.setattr(norm, "scale_in_torch", lambda g, fixed, scales, real=norm.scale_in_torch: real(g, fixed, False))
 
 
 def check_classifier(model: nn.Module, plan: gf.Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradfilter import ops
 from gradfilter.ops import native
 from gradfilter.ops.native import affine
-from gradfilter.ops.norm import finish_norm_gradients, scale_norm_gradient
+from gradfilter.ops.norm import finish_in_torch, finish_norm_gradients, scale_in_torch, scale_norm_gradient
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 
@@ -70,7 +70,7 @@ class TestEqualsTorch:
         torch.set_num_threads(1)
         assert calls == ["norm_back"]
         assert (got.scaled is None) == (not scales or (has_gamma and zero))
-        same(got, scale_norm_gradient.reference(*args))
+        same(got, scale_in_torch(*args))
 
     @quick
     @given(
@@ -85,10 +85,10 @@ class TestEqualsTorch:
         norm = ops.FixedNorm(*make_norm(shape[0], seed), EPS)
         w, gw = (draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[last]) for i in (5, 6))
         g = draw_values(2, shape[0], 3, 3, seed=seed + 7)
-        back = scale_norm_gradient.reference(g, norm, scaled)
+        back = scale_in_torch(g, norm, scaled)
         bias = draw_values(shape[0], seed=seed + 8) if has_bias else None
         rest = w, bias, norm, back, *need
-        expected = finish_norm_gradients.reference(gw.clone(), *rest)
+        expected = finish_in_torch(gw.clone(), *rest)
         with note_calls() as calls:
             got = finish_norm_gradients(gw, *rest)
         assert calls == ["norm_end"]
@@ -101,7 +101,7 @@ def test_what_the_library_cannot_read_runs_in_torch():
     w, gw = draw_values(20, 4, 3, 3, seed=2), draw_values(20, 4, 3, 3, seed=3)
     with note_calls() as calls:
         back = scale_norm_gradient(g, norm, True)
-        same(back, scale_norm_gradient.reference(g, norm, True))
+        same(back, scale_in_torch(g, norm, True))
         finish_norm_gradients(gw.contiguous(memory_format=torch.channels_last), w, None, norm, back, True, True)
         finish_norm_gradients(gw[:, :1].expand(20, 4, 3, 3), w, None, norm, back, True, True)
         gamma, mu, var = (v.double() for v in make_norm(20, 0))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradfilter import ops
@@ -125,13 +127,76 @@ def run_on(threads: int, run: Callable[[], Any]) -> Any:
         torch.set_num_threads(before)
 
 
+class Plain(TorchDispatchMode):
+    """Run each operator of torch as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Return what lists which of kernel and reference gave the result of each call of a case's operator from outside."""
+
+    def record(case: Case) -> list[str]:
+        found: list[str] = []
+        within: list[str] = []
+
+        def watch(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                within.append(name)
+                try:
+                    result = real(*args, **kwargs)
+                finally:
+                    within.pop()
+                if result is not None and not within:  # a reference may call its operator on a part
+                    found.append(name)
+                return result
+
+            return run
+
+        monkeypatch.setattr(case.operator, "reference", watch("reference", case.operator.reference))
+        if case.operator.kernel is not None:
+            monkeypatch.setattr(case.operator, "kernel", watch("kernel", case.operator.kernel))
+        return found
+
+    return record
+
+
 @each_case
-def test_a_call_runs_the_kernel_or_the_reference(case):
-    args = to_kind(case.make(), torch.float32, last=True)
+def test_a_call_runs_the_kernel_or_the_reference(case, ran):
+    args, found = to_kind(case.make(), torch.float32, last=True), ran(case)
+    usual = "kernel" if case.has_kernel and native.is_on() else "reference"
+
+    def check(expected: str, args: Args = args) -> None:
+        for run in (lambda: case.operator(**args), lambda: call_entry(case, args)):
+            run()
+            assert found == [expected]
+            found.clear()
+
+    check(usual)
     with native.off():
-        expected = case.operator.reference(**args)
-        assert_parts(case.operator(**args), expected, 0.0)
-    assert_parts(case.operator(**args), expected, case.tolerance)
+        check("reference")
+    case.operator(*complete(case, args).values())
+    with Plain():
+        case.operator(**args)
+    assert found == [usual, "reference"]
+    found.clear()
+    name = next(name for name, value in args.items() if isinstance(value, Tensor))
+    case.operator(**{**args, name: args[name].clone().requires_grad_()})
+    assert found == ["reference" if case.operator.adjoint else usual]
+
+
+@pytest.mark.parametrize("hold_off", [nullcontext, native.off], ids=["library", "torch"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.operator.adjoint], ids=str)
+def test_what_has_no_adjoint_is_not_followed(case, hold_off):
+    """Neither by the kernel nor by the reference: rules say what the gradient is."""
+    args = to_kind(case.make(), torch.float32, last=True)
+    needing = {name: part for name, part in args.items() if name not in ("out", "cells")}
+    needing = tree_map_only(Tensor, lambda x: x.requires_grad_() if x.is_floating_point() else x, needing)
+    with hold_off():
+        result = case.operator(**{**args, **needing})
+    assert not any(part.requires_grad for part in list_parts(result) if part is not None)
 
 
 # What torch's registry has
@@ -251,6 +316,7 @@ def test_the_table_of_operators_is_complete():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no|part) \|", (ROOT / "docs/operators.md").read_text(encoding="utf-8"), re.M)
     with_kernel = {case.operator.name for case in CASES if case.has_kernel}
     without = {case.operator.name for case in CASES if not case.has_kernel}
+    with_kernel.add("conv_norm_gradients")  # what it does before and after `conv_gradients`
     kinds = {name: ("part" if name in without else "yes") if name in with_kernel else "no" for name in ops.OPERATORS}
     assert dict(rows) == kinds
 

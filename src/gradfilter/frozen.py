@@ -112,9 +112,9 @@ def ask(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def needs_gradient(x: Any) -> bool:
-    """Tell whether an argument makes the result of a function need a gradient: a frozen map does if it was told to."""
+    """Tell whether an argument makes the result of a function need a gradient or a tangent: a frozen map does if told to."""
     value = x.value if isinstance(x, FrozenTensor) else x
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+    return isinstance(value, Tensor) and ((value.requires_grad and torch.is_grad_enabled()) or native.has_tangent(value))
 
 
 def give(x: FrozenTensor) -> Tensor:
@@ -269,13 +269,18 @@ def step(func: Any, *args: Any, **kwargs: Any) -> Any:
     return x if inplace else make_frozen(y, outer=x.outer)
 
 
+def can_shorten(x: Tensor) -> bool:
+    """Tell whether a map may be rounded to bfloat16, by torch where there is no library."""
+    return x.dtype is torch.float32 and not native.is_watched() and not native.has_tangent(x)
+
+
 def can_freeze(x: Any, trunk: str = "float32") -> bool:
     """Tell whether frozen layers may go on from x with fewer passes than torch's, or in bfloat16."""
     return (
         isinstance(x, Tensor)
         and not x.requires_grad
         and x.dim() == 4
-        and (native.can_run(x) or (trunk == "bfloat16" and x.dtype is torch.float32 and not native.is_watched()))
+        and (native.can_run(x) or (trunk == "bfloat16" and can_shorten(x)))
         and may_wait()
         and torch._C._len_torch_function_stack() == 0  # a record of calls knows plain tensors alone
         and not torch.is_autocast_enabled(x.device.type)

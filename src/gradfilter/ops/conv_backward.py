@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -155,6 +155,10 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
     return separable_gradients(g, kept, w, geometry, need_gx)
 
 
+Conv = Callable[[Tensor, Tensor], Gradients]
+"""Returns gx and gw of a convolution from a gradient [N, Co, H', W'] and a weight."""
+
+
 class ConvNormGradients(NamedTuple):
     """The gradients of a convolution and the batch norm behind it, as far as they are requested."""
 
@@ -179,26 +183,23 @@ def check_conv_norm(
 ) -> None:
     """Check the arguments of `conv_norm_gradients`."""
     check.map("g", g)
+    check_folded(check, g, w, b, norm)
+    check_coarse(check, g, kept, w, geometry)
+
+
+def check_folded(check: Check, g: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm) -> None:
+    """Check a weight and bias with the norm that is folded into them."""
     check.map("w", w)
     check.device("w", w, g)
-    check_coarse(check, g, kept, w, geometry)
     check.row("b", b, len(w), g)
     check_norm(check, g, norm, len(w))
 
 
 def spell_conv_norm(
-    g: Tensor,
-    kept: Tensor | None,
-    w: Tensor,
-    b: Tensor | None,
-    norm: FixedNorm,
-    geometry: Geometry,
-    need_gx: bool,
-    need_gb: bool,
-    need_gamma: bool,
+    g: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, need_gb: bool, need_gamma: bool, **where: Any
 ) -> ConvNormGradients:
     """Return the gradients without reading a value: the kernel is what is scaled."""
-    return run_conv_norm(g, kept, w, b, norm, geometry, need_gx, need_gb, need_gamma, may_scale=False)
+    return join_norm(lambda g, w: conv_gradients(g, w=w, **where), g, w, b, norm, need_gb, need_gamma, may_scale=False)
 
 
 @operator(check=check_conv_norm, spelled=spell_conv_norm)
@@ -231,44 +232,51 @@ def conv_norm_gradients(
         need_gb: Whether that of the bias is.
         need_gamma: Whether that of γ is.
     """
-    return run_conv_norm(g, kept, w, b, norm, geometry, need_gx, need_gb, need_gamma)
+    return join_norm(lambda g, w: conv_gradients(g, kept, w, geometry, need_gx), g, w, b, norm, need_gb, need_gamma)
 
 
-def run_conv_norm(
+def conv_norm_gradients_by(
+    conv: Conv, g: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, need_gb: bool, need_gamma: bool
+) -> ConvNormGradients:
+    """Return what `conv_norm_gradients` does from the gradients that a function gives of the convolution.
+
+    For inputs that are held as something else than a tensor, which no operator takes.
+
+    Args:
+        conv: Gives the gradients of the convolution.
+        g: Patch sums of the gradient of the norm's result [N, Co, H', W'].
+        w: The weight.
+        b: The convolution's bias.
+        norm: The norm.
+        need_gb: Whether the gradient of the bias is requested.
+        need_gamma: Whether that of γ is.
+    """
+    check = Check("conv_norm_gradients")
+    check.map("g", g)
+    check_folded(check, g, w, b, norm)
+    return join_norm(conv, g, w, b, norm, need_gb, need_gamma)
+
+
+def join_norm(
+    conv: Conv,
     g: Tensor,
-    kept: Tensor | None,
     w: Tensor,
     b: Tensor | None,
     norm: FixedNorm,
-    geometry: Geometry,
-    need_gx: bool,
     need_gb: bool,
     need_gamma: bool,
     *,
     may_scale: bool = True,
-    conv: Callable[..., Gradients] = conv_gradients,
 ) -> ConvNormGradients:
-    """Return what `conv_norm_gradients` returns.
+    """Return the gradients of a convolution, which a function gives, together with those of the norm behind it.
 
-    Args:
-        g: As there, like the others.
-        kept: As there, or whatever else `conv` takes in its place.
-        w: As there.
-        b: As there.
-        norm: As there.
-        geometry: As there.
-        need_gx: As there.
-        need_gb: As there.
-        need_gamma: As there.
-        may_scale: Whether the gradient may be scaled in place of the kernel.
-        conv: Returns gx and gw of the convolution.
+    `may_scale` allows to scale the gradient in place of the kernel, where it is smaller.
     """
     back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel())
     if back.scaled is not None:
-        gx, gw = conv(back.scaled, kept, w, geometry, need_gx=need_gx)
+        gx, gw = conv(back.scaled, w)
     else:
-        folded = (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype)
-        gx, gw = conv(g, kept, folded, geometry, need_gx=need_gx)
+        gx, gw = conv(g, (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype))
     g_gamma = gb = None
     if gw is not None:
         gw, g_gamma, gb = finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)

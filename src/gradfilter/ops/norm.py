@@ -12,7 +12,7 @@ from gradfilter.ops.check import Check
 from gradfilter.ops.constants import make_areas
 from gradfilter.ops.native import affine
 from gradfilter.ops.native.affine import FixedNorm, ScaledGradient
-from gradfilter.ops.operator import operator
+from gradfilter.ops.operator import operator, run_kernel
 
 
 class NormGradients(NamedTuple):
@@ -150,20 +150,24 @@ def norm_train_gradients(
     return NormGradients(gx, along.sum(0) if need_gamma else None, total.sum(0) if need_beta else None)
 
 
-@operator(kernel=affine.scale_norm_gradient, registers=False)
 def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradient:
-    """Return what a batch norm with fixed statistics does to the gradient of its result, in front of it a convolution.
+    """Return the first half of the backward of a batch norm in eval mode behind a convolution: what of it needs G alone.
 
     Equation: scale = γ/σ, total = Σ G over all but the channels, scaled = G·γ/σ.
     Cost: one pass over G.
-    Exact when: always.
 
     Args:
-        g: The gradient [N, C, H', W'].
+        g: The gradient of the norm's result [N, C, H', W'].
         norm: The norm.
-        scales: Whether the scaled gradient is requested; it is not given where a factor is 0, for gγ could not be told from
-            it. Factors are read for that on a CPU alone, where it is free.
+        scales: Whether `scaled`, the gradient of the convolution's result, is requested. It is `None` all the same where a
+            factor γ is 0: the gradient of γ is a quotient by γ then. Telling that reads values, so it is done on a CPU alone.
     """
+    found = run_kernel(affine.scale_norm_gradient, (g, norm, scales))
+    return scale_in_torch(g, norm, scales) if found is None else found
+
+
+def scale_in_torch(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradient:
+    """Return what `scale_norm_gradient` does, on any device and in any dtype."""
     scale = (norm.var + norm.eps).rsqrt()
     scale = scale if norm.gamma is None else norm.gamma * scale
     total = g.sum((0, 2, 3)).to(scale.dtype)
@@ -171,18 +175,21 @@ def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradi
     return ScaledGradient(scale, total, g * scale[:, None, None] if scales else None)
 
 
-@operator(kernel=affine.finish_norm_gradients, registers=False)
+KernelGradients = tuple[Tensor, Tensor | None, Tensor | None]
+"""The gradients of a kernel, of γ and of the bias."""
+
+
 def finish_norm_gradients(
     gw: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, back: ScaledGradient, need_gamma: bool, need_gb: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of kernel, factors γ and bias, from the kernel's gradient for what `scale_norm_gradient` has given.
+) -> KernelGradients:
+    """Return the second half: the gradients of kernel, factors γ and bias.
 
-    Equation: with gV = gw/scale the gradient of the folded kernel, gγ = (⟨gV, w⟩ + (b − μ)·ΣG)/σ, gb = ΣG·γ/σ.
+    Equation: with gV = gw/scale the gradient of the folded kernel w·γ/σ, gγ = (⟨gV, w⟩ + (b − μ)·ΣG)/σ, gb = ΣG·γ/σ.
     Cost: two passes over the kernel.
-    Exact when: always.
 
     Args:
-        gw: The gradient [Co, Ci/groups, kh, kw] of the kernel w for the scaled gradient, or of w·γ/σ; may be changed.
+        gw: The gradient [Co, Ci/groups, kh, kw] of the kernel w for the scaled gradient where there is one, else that of the
+            folded kernel for G; may be changed.
         w: The kernel.
         b: The convolution's bias.
         norm: The batch norm.
@@ -190,7 +197,16 @@ def finish_norm_gradients(
         need_gamma: Whether the gradient of γ is requested.
         need_gb: Whether that of the bias is.
     """
-    gw, g_gamma = gw.to(w.dtype), None
+    args = gw.to(w.dtype), w, b, norm, back, need_gamma, need_gb
+    found = run_kernel(affine.finish_norm_gradients, args)
+    return finish_in_torch(*args) if found is None else found
+
+
+def finish_in_torch(
+    gw: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm, back: ScaledGradient, need_gamma: bool, need_gb: bool
+) -> KernelGradients:
+    """Return what `finish_norm_gradients` does, on any device and in any dtype."""
+    g_gamma = None
     if need_gamma:
         along = (gw * w).sum((1, 2, 3))
         along = along if back.scaled is None else along / back.scale

@@ -2,7 +2,8 @@
 
 Called from Python an operator runs at once, without torch's dispatcher, which takes 6 to 25 µs a call. Where a graph is being
 recorded it calls its entry `torch.ops.gradfilter.<name>` instead, so that the graph holds one node for it. The entry's schema
-follows from the signature of the reference. This file is the one place that chooses between kernel, reference and entry.
+follows from the signature of the reference. This file is the one place that chooses between kernel, reference and entry:
+`Operator.__call__` between the entry and the other two, `run_kernel` and `Operator._run` between these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_t
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,7 +23,7 @@ from gradfilter.geometry.convolution import Geometry, geometry_from
 from gradfilter.geometry.tiling import Layout, is_nhwc, layout_from
 from gradfilter.geometry.windows import Windows, windows_from
 from gradfilter.ops.check import Check
-from gradfilter.ops.native.library import is_on
+from gradfilter.ops.native.library import has_tangent, is_on
 from gradfilter.ops.native.values import Act, act_from
 
 P = ParamSpec("P")
@@ -32,6 +34,7 @@ LIBRARY = Library("gradfilter", "DEF")
 """The entries in torch's registry; they live as long as this."""
 OPERATORS: dict[str, Operator[..., Any]] = {}
 """The operators by name."""
+NO_KWARGS: Mapping[str, Any] = {}
 
 
 class Numbers(NamedTuple):
@@ -108,14 +111,24 @@ def list_plain(hint: Any) -> list[Any]:
     return [hint] if hint in PLAIN else [plain for inner in find_parts(hint) for plain in list_plain(inner)]
 
 
+_get_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
 def is_recorded() -> bool:
     """Tell whether a graph is being recorded, operator by operator."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _get_mode(_PROXY) is not None
 
 
 def needs_graph(x: Any) -> bool:
     """Tell whether autograd follows what is done with x: a kernel is no part of its graph."""
     return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def run_kernel(kernel: Callable[..., R | None], args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KWARGS) -> R | None:
+    """Return what a kernel of the library gives; `None` where it must not run, or does not take the arguments."""
+    if is_on() and not (forward_ad._current_level >= 0 and has_tangent(args, kwargs)):
+        return kernel(*args, **kwargs)
+    return None
 
 
 class Operator(Generic[P, R]):
@@ -125,7 +138,7 @@ class Operator(Generic[P, R]):
         name: Its name in torch's registry, behind `gradfilter::`.
         reference: What it computes, in torch: right on any device and in any floating point dtype.
         kernel: The same by the C library, or `None` for arguments that the library does not take: all that it could not read.
-        check: Raises where an argument cannot be meant, with the argument's name.
+        check: Raises where an argument is invalid, with the argument's name.
         spelled: The same as the reference in operators that any exporter knows.
         entry: What torch's registry has of it; `None` where it does not register.
         adjoint: For one that is linear in its first argument, from the gradient of its result, the first argument's shape and
@@ -153,26 +166,34 @@ class Operator(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it: by its kernel where the library takes the arguments, else by its reference; or let a graph record it.
+        """Run it, or let a graph record it."""
+        if self.entry is not None and is_recorded():
+            return self.record(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+        """Run the kernel where the library takes the arguments, else the reference.
 
         A kernel looks at what it reads anyway. What it declines, or fails at, is checked thoroughly, which takes longer.
+        Without an adjoint, neither of them gives a result that autograd follows.
         """
-        if self.kernel is not None and is_on():
-            x = args[0] if args else kwargs.get(self.first)
+        kernel = self.kernel
+        if kernel is not None and (self.adjoint is None or not needs_graph(args[0] if args else kwargs.get(self.first))):
             try:
-                result = None if self.adjoint is not None and needs_graph(x) else self.kernel(*args, **kwargs)
+                result = run_kernel(kernel, args, kwargs)
             except Exception:
                 self.verify(args, kwargs)
                 raise
             if result is not None:
                 return result
-        elif self.entry is not None and is_recorded():
-            return self.record(args, kwargs)
         self.verify(args, kwargs)
-        return self.reference(*args, **kwargs)
+        if self.adjoint is not None or not torch.is_grad_enabled():
+            return self.reference(*args, **kwargs)
+        with torch.no_grad():
+            return self.reference(*args, **kwargs)
 
     def verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise an `InputError` where an argument cannot be meant."""
+        """Raise an `InputError` that names the argument where one is invalid."""
         if self.check is not None:
             self.check(Check(self.name), *args, **kwargs)
 
@@ -232,10 +253,7 @@ class Operator(Generic[P, R]):
 
     def dispatch(self, *flat: Any) -> Any:
         """Run it for torch's dispatcher."""
-        args = self.unpack(flat)
-        self.verify((), args)
-        result = self.kernel(**args) if self.kernel is not None and is_on() else None  # type: ignore[call-arg]
-        return self.pack_result(self.reference(**args) if result is None else result, flat)  # type: ignore[call-arg]
+        return self.pack_result(self._run((), self.unpack(flat)), flat)
 
     def decompose(self, *flat: Any) -> Any:
         """Run it in operators that any exporter knows: an entry of a decomposition table."""
@@ -298,7 +316,6 @@ def operator(
     spelled: Callable[..., Any] | None = None,
     adjoint: Callable[..., Tensor] | None = None,
     eager: tuple[str, ...] = (),
-    registers: bool = True,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator of its reference; see `Operator`.
 
@@ -308,13 +325,11 @@ def operator(
         spelled: The reference in operators that any exporter knows, where that is another function.
         adjoint: Of an operator that is linear in its first argument.
         eager: Parameters that no graph has: where they are given, the reference is recorded in the operator's place.
-        registers: Whether graphs know it. A part of other operators whose results hang on values does not register.
     """
 
     def make(reference: Callable[P, R]) -> Operator[P, R]:
         made = Operator(reference, kernel, check, spelled, adjoint, eager)
-        if registers:
-            made.register()
+        made.register()
         return made
 
     return make

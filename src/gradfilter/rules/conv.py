@@ -17,8 +17,7 @@ from gradfilter.geometry.convolution import Geometry, make_geometry
 from gradfilter.geometry.tiling import Pair, make_pair, map_size
 from gradfilter.keep import FULL, Kept, Tucker
 from gradfilter.keep.base import load, save
-from gradfilter.ops.conv_backward import run_conv_norm
-from gradfilter.ops.pooling import apply_axes, pool_mean
+from gradfilter.ops import apply_axes, pool_mean
 from gradfilter.recipe import Recipe, surround
 from gradfilter.regions import Choices
 from gradfilter.rules.compressed import conv_gradients
@@ -118,9 +117,13 @@ class ConvNorm(Carry):
         kept, w, b, gamma, mu, var = load(ctx)
         need_gx, need_gw, need_gb, need_gamma, need_beta = ctx.needs_input_grad[:5]
         norm, geometry = ops.FixedNorm(gamma, mu, var, ctx.eps), ctx.geometry
-        args = g, kept, orient(w, geometry), b, norm, geometry, need_gx, need_gb, need_gamma
-        # What is held compressed is no tensor, which operators take.
-        found = run_conv_norm(*args, conv=conv_gradients) if isinstance(kept, Tucker) else ops.conv_norm_gradients(*args)
+        w = orient(w, geometry)
+        if isinstance(kept, Tucker):  # no tensor, which operators take
+            found = ops.conv_norm_gradients_by(
+                lambda g, w: conv_gradients(g, kept, w, geometry, need_gx=need_gx), g, w, b, norm, need_gb, need_gamma
+            )
+        else:
+            found = ops.conv_norm_gradients(g, kept, w, b, norm, geometry, need_gx, need_gb, need_gamma)
         gw = orient(found.gw, geometry) if need_gw and found.gw is not None else None
         return found.gx, gw, found.gb, found.g_gamma, found.g_beta if need_beta else None, *[None] * 6
 

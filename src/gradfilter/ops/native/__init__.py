@@ -8,7 +8,7 @@ off for the process, `with native.off():` for the calling thread: then everythin
 
 from gradfilter.ops.native.conv import can_read, find_kernel, make_cells, prefers
 from gradfilter.ops.native.expand import can_expand, prefers_expand
-from gradfilter.ops.native.library import can_run, find_library, is_on, is_watched, load, off
+from gradfilter.ops.native.library import can_run, find_library, has_tangent, is_on, is_watched, load, off
 from gradfilter.ops.native.memory import BlockBytes, block_bytes, empty, plain_memory, trim
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "empty",
     "find_kernel",
     "find_library",
+    "has_tangent",
     "is_on",
     "is_watched",
     "load",

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from gradfilter.ops.native.task import Task, find_mismatch
 from gradfilter.ops.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU
@@ -42,6 +44,8 @@ _NO_MEMORY = -1
 """A task's code where the library found no memory; below that, it refused the bytes."""
 
 _switch = Switch("native library")
+_depth, _count_modes = _switch.depth, torch._C._len_torch_dispatch_stack
+_are_transforms_active, _find_tracer = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 
 
 def find_library() -> Path | None:
@@ -117,22 +121,29 @@ def off() -> Iterator[None]:
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    return not _switch.depth() and load() is not None and not is_watched()
+    # Every operator asks: the same as `not is_watched()`, without the call.
+    return not (_depth() or load() is None or _count_modes() or _are_transforms_active() or _find_tracer() is not None)
 
 
 def is_watched() -> bool:
-    """Tell whether somebody follows torch's operators one by one: a mode, a tracer, a transform, forward differentiation."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    """Tell whether somebody follows torch's operators in this thread one by one: a mode, a tracer, a transform."""
+    return bool(_count_modes() or _are_transforms_active() or _find_tracer() is not None)
+
+
+def has_tangent(*values: Any) -> bool:
+    """Tell whether forward differentiation follows one of the tensors in some values: the library knows no tangents.
+
+    A level is open for all threads at once, but only tensors that `make_dual` has made, and what comes of them, have tangents.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None for x in tree_leaves(values))
 
 
 def can_run(x: Tensor) -> bool:
     """Tell whether the library is on and can read x."""
-    return is_on() and is_readable(x)  # in this order: transforms do not know memory formats
+    # In this order: transforms do not know memory formats.
+    return is_on() and is_readable(x) and not has_tangent(x)
 
 
 def is_readable(x: Tensor) -> bool:
