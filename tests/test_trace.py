@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfilter as gf
+from gradfilter import ops
 from helpers_safety import (
     PLANS,
     applied,
@@ -133,6 +136,13 @@ def test_a_squeeze_excite_traces_without_convolution_backward():
     assert not [node for node in graph.graph.nodes if "convolution_backward" in str(node.target)]
 
 
+def test_a_prelu_is_recorded_by_its_operator():
+    model = applied(make_net(nn.PReLU()), gf.Backward(patch=2))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    graph = make_fx(make_step(model))(make_images(), make_labels(), torch.tensor(0.05, dtype=torch.float64), params)
+    assert torch.ops.gradfilter.count_steep.default in [node.target for node in graph.graph.nodes]
+
+
 # Imports
 
 
@@ -141,3 +151,54 @@ def test_the_core_import_is_lean():
     code = f"import sys, gradfilter, gradfilter.cost; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+PACKAGE, ROOMS = Path(gf.__file__).parent, ("rules", "keep", "geometry")
+
+
+def list_imports(text: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of all that a source takes from this package, with attributes of `ops` among them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ops":
+            yield "gradfilter.ops", node.attr
+
+
+def is_allowed(room: str, module: str, name: str) -> bool:
+    """Tell whether a room may import it: of operators rules and keeps know what is exported, and geometry knows nobody."""
+    if module.partition(".")[0] != "gradfilter":
+        return True
+    if room == "geometry":
+        return module == "gradfilter.errors" or module.startswith("gradfilter.geometry")
+    return not module.startswith("gradfilter.ops") or (module == "gradfilter.ops" and name in ops.__all__)
+
+
+def list_forbidden(room: str, text: str) -> list[tuple[str, str]]:
+    """List what a module of a room imports and must not."""
+    return [(module, name) for module, name in list_imports(text) if not is_allowed(room, module, name)]
+
+
+def name_path(path: Path) -> str:
+    """Return the id of a test of a module."""
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.mark.parametrize("path", [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))], ids=name_path)
+def test_rules_keeps_and_geometry_import_no_internals(path):
+    assert list_forbidden(path.parent.name, path.read_text(encoding="utf-8")) == []
+
+
+def test_internals_are_found():
+    text = "import gradfilter.ops.native\nfrom gradfilter import ops\nfrom gradfilter.ops import native, pool_mean\n"
+    text += "from gradfilter.ops.operator import Operator\nops.native.off()\nops.pool_mean(x)\n"
+    native = ("gradfilter.ops", "native")
+    internals = [("gradfilter.ops.native", ""), native, ("gradfilter.ops.operator", "Operator"), native]
+    assert sorted(list_forbidden("rules", text)) == sorted(internals)
+    assert len(list_forbidden("geometry", text)) == 7
+    assert list_forbidden("geometry", "from gradfilter.keep import FULL\nfrom gradfilter.errors import InputError\n") == [
+        ("gradfilter.keep", "FULL")
+    ]

@@ -15,7 +15,7 @@ from gradfilter.emit import defer, emit_into, finish
 from gradfilter.geometry.tiling import Layout, Pair, count_cells
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.ops.pooling import pool_mean
+from gradfilter.ops import pool_mean
 from gradfilter.rules.elementwise import Derivative, elementwise
 from gradfilter.rules.functions import find_functions, is_inplace
 from gradfilter.rules.meet import Meeting, broadcast, meet

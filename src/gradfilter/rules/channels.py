@@ -19,7 +19,7 @@ from gradfilter.carriers import coarse, make_carrier
 from gradfilter.emit import finish
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.ops.pooling import pool_mean
+from gradfilter.ops import pool_mean
 from gradfilter.rules.functions import find_functions
 from gradfilter.tensor import REGION_ENDS, PatchTensor, call, hold_map, is_live, pixels, rule
 

@@ -11,7 +11,7 @@ from gradfilter.geometry.convolution import Geometry
 from gradfilter.keep import Tucker
 from gradfilter.keep.contract import contract, find_order, find_sizes
 from gradfilter.keep.tucker import times
-from gradfilter.ops.constants import to_tensor
+from gradfilter.ops import to_tensor
 
 
 def conv_gradients(

@@ -17,9 +17,7 @@ from gradfilter.emit import defer, emit_into, finish
 from gradfilter.geometry.tiling import Pair, is_map, map_size
 from gradfilter.keep import FULL, Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.ops.activation import count_set, cut, find_share, is_told_by_result
-from gradfilter.ops.native.values import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused
-from gradfilter.ops.pooling import pool_mean
+from gradfilter.ops import CLAMP, HARDSWISH, LEAKY, SILU, Act, Fused, cut, find_share, is_told_by_result, pool_mean
 from gradfilter.rules.functions import differentiate, find_functions, is_inplace
 from gradfilter.rules.meet import broadcast, meet
 from gradfilter.tensor import PatchTensor, hold_map, is_live, pixels, rule
@@ -266,9 +264,9 @@ class PReLU(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, w: Tensor, steep: Tensor, below: Kept | None, patch: Pair) -> Tensor:
-        ctx.size, ctx.patch = map_size(steep), patch
-        save(ctx, [below], count_set(steep, patch), w)
+    def forward(ctx: Any, carrier: Tensor, w: Tensor, count: Tensor, below: Kept | None, size: Pair, patch: Pair) -> Tensor:
+        ctx.size, ctx.patch = size, patch
+        save(ctx, [below], count, w)
         return make_carrier(carrier.shape, carrier)
 
     @staticmethod
@@ -281,7 +279,7 @@ class PReLU(Function):
         if below is not None:
             gw = cut(g * below, share - 1).sum((0, 2, 3))
             gw = gw if len(w) > 1 else gw.sum().reshape(w.shape)
-        return g * (slope + (1 - slope) * share), gw, None, None, None
+        return g * (slope + (1 - slope) * share), gw, *[None] * 4
 
 
 @rule(torch.prelu)
@@ -294,5 +292,5 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = pixels(x)
         y = func(value, w)
         below = hold_map(pool_mean(value.clamp(max=0), x.patch), x.choices) if w.requires_grad else None
-        steep = value > 0
-    return finish(x, y, PReLU.apply(x.carrier, w, steep, below, x.patch))  # type: ignore[arg-type]
+        count = ops.count_steep(value, Act(LEAKY), x.patch)
+    return finish(x, y, PReLU.apply(x.carrier, w, count, below, map_size(y), x.patch))  # type: ignore[arg-type]

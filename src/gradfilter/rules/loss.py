@@ -14,7 +14,7 @@ from gradfilter import ops
 from gradfilter.carriers import coarse
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
-from gradfilter.ops.pooling import apply_axes, pool_sum
+from gradfilter.ops import apply_axes, pool_sum
 from gradfilter.rules.channels import LogProbabilities
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate

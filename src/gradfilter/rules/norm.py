@@ -17,7 +17,7 @@ from gradfilter.errors import InputError
 from gradfilter.geometry.tiling import Pair, is_map, map_size
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.ops.norm import normalise
+from gradfilter.ops import normalise
 from gradfilter.rules.conv import ConvNorm, ConvOrigin
 from gradfilter.tensor import EXPECTED_EXITS, PatchTensor, hold_map, is_live, mean, pixels, rule
 

@@ -15,7 +15,7 @@ from gradfilter.carriers import coarse, make_carrier
 from gradfilter.emit import finish
 from gradfilter.geometry.tiling import Pair, map_size
 from gradfilter.geometry.windows import Windows, make_windows
-from gradfilter.ops.constants import make_areas
+from gradfilter.ops import make_areas
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, is_live, pixels, rule

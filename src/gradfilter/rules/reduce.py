@@ -15,8 +15,7 @@ from gradfilter.emit import wrap
 from gradfilter.geometry.tiling import Layout, Pair, count_cells, map_size
 from gradfilter.keep import Kept
 from gradfilter.keep.base import load, save
-from gradfilter.ops.constants import make_areas
-from gradfilter.ops.pooling import pool_mean, pool_sum
+from gradfilter.ops import make_areas, pool_mean, pool_sum
 from gradfilter.rules.elementwise import elementwise
 from gradfilter.rules.functions import differentiate, find_functions
 from gradfilter.tensor import PatchTensor, hold_map, is_live, pixels, rule, spatial_size

@@ -18,7 +18,7 @@ from gradfilter.carriers import AxisMap, coarse, make_carrier
 from gradfilter.emit import finish
 from gradfilter.geometry.axes import AxisMatrix, project_matrix, shuffle_axis, unshuffle_axis
 from gradfilter.geometry.tiling import Matrix, Pair, map_size
-from gradfilter.ops.pooling import apply_axes
+from gradfilter.ops import apply_axes
 from gradfilter.rules.conv import as_pair
 from gradfilter.rules.reduce import fill_size, run_reduction
 from gradfilter.tensor import PatchTensor, is_live, pixels, rule
