@@ -1,5 +1,10 @@
 """The end of a run says what was skipped."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from skips import describe_skips
 
 
@@ -12,3 +17,26 @@ def test_skips_are_counted_by_what_is_missing():
     assert "    1 for want of a Python package: make setup (-rs says which one)" in lines
     assert "    1 for other reasons: -rs lists them" in lines
     assert len(lines) == 5
+
+
+def test_the_end_of_a_run_says_it():
+    tests = [
+        "tests/test_switch.py::test_it_nests_and_comes_back_after_errors",
+        "tests/test_frozen.py",
+        "-p",
+        "no:cacheprovider",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        env={**os.environ, "GRADFILTER_NATIVE": "0"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "= tests skipped =" in run.stdout
+    end = run.stdout.partition("tests skipped")[2]
+    assert "for want of the C library: leave GRADFILTER_NATIVE unset" in end
+    assert "for other reasons" not in end
+    assert "2 passed" in end
