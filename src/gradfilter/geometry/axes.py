@@ -18,7 +18,7 @@ from gradfilter.geometry.tiling import Matrix, axis_areas
 class AxisMatrix:
     """A matrix that acts on one axis of a map.
 
-    What makes them is cached: two are the same if they are one object, which is all that `to_tensor` need compare.
+    Compared by identity: the functions that make them are cached, so `to_tensor` finds the tensor of each again.
     """
 
     values: Matrix
@@ -148,7 +148,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Lift:
-    """The coarse twin of one axis as an ordinary convolution.
+    """One axis of the coarse twin of a convolution, as an ordinary convolution of cells.
 
     Attributes:
         matrix: A [coarse taps, taps]; the coarse kernel of one axis is A times the kernel.

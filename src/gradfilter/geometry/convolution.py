@@ -1,4 +1,8 @@
-"""The geometry of a convolution between tiled maps, and what the gradients of its coarse twin need of it."""
+"""The geometry of a convolution between tiled maps, and the tables that the gradients of its coarse twin need.
+
+The coarse twin is the same convolution between maps that are constant in each patch: a linear map from input cells to output
+cells (docs/operators.md).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,15 @@ SMALL = 64
 
 @dataclass(frozen=True, eq=False)
 class AxisPairs:
-    """Along one axis, which output cells each input cell is read by, and how much.
+    """Along one axis, the pairs of an input cell and an output cell that reads it, as a sparse matrix in compressed rows.
+
+    A pair has a coefficient per tap, T_u[output cell, input cell]. Few of these rows of coefficients differ: they are numbered.
 
     Attributes:
-        start: For each input cell, and the end, where its pairs begin [in cells + 1].
-        pairs: Output cell and number of the coefficient of each pair [pairs, 2], ordered by input cell.
+        start: Where the pairs of each input cell begin in `pairs`, and where the last ones end [in cells + 1].
+        pairs: Output cell, and number of the row of coefficients, of each pair [pairs, 2], ordered by input cell.
         out: The number of output cells.
-        coefficients: The number of coefficients.
+        coefficients: The number of rows of coefficients that differ.
     """
 
     start: np.ndarray
@@ -67,7 +73,7 @@ class AxisTiles:
 class Geometry:
     """The shape of one convolution between two tiled maps, everything but batch, channels and weights.
 
-    `make_geometry` makes each once: two are the same if they are one object, which is all that caches need to compare.
+    Compared by identity: `make_geometry` makes each once.
     """
 
     rows: Axis
@@ -115,7 +121,7 @@ class Geometry:
 
     @cached_property
     def is_single_tap(self) -> bool:
-        """Tell whether the coarse kernel has one tap: the input is then kept as the output cells see it."""
+        """Tell whether each output cell reads one value per channel: the input is then kept as those values."""
         return self.is_pointwise or self.lumped
 
     @cached_property
@@ -148,12 +154,12 @@ class Geometry:
 
     @cached_property
     def pairs(self) -> tuple[AxisPairs, AxisPairs]:
-        """The cells that meet in some tap, per axis, and which of the rows of `coefficients` says how much."""
+        """Per axis the pairs of an input cell and an output cell that reads it, each with its row of `coefficients`."""
         return find_pairs(self.taps[0])[0], find_pairs(self.taps[1])[0]
 
     @cached_property
     def coefficients(self) -> Matrix:
-        """What a pair of cells takes of the kernel, both axes in one: [coefficients, taps]."""
+        """The weight of each tap in the coefficient of a pair of cells, both axes in one: [coefficients, taps]."""
         rows, columns = (find_pairs(taps)[1] for taps in self.taps)
         return np.kron(rows, columns)
 
@@ -181,7 +187,7 @@ def geometry_from(numbers: Sequence[int]) -> Geometry:
 
 
 def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
-    """Return the pairs of cells that meet in some tap of T [taps, out cells, in cells], and their distinct columns of T."""
+    """Return the pairs of cells with an entry in T [taps, out cells, in cells], and their distinct rows of coefficients."""
     in_cell, out_cell = np.nonzero(taps.any(0).T)
     distinct, number = np.unique(taps[:, out_cell, in_cell].T, axis=0, return_inverse=True)
     pairs = np.column_stack([out_cell, number.reshape(-1)]).astype(np.int32)
@@ -192,15 +198,17 @@ def find_pairs(taps: Matrix) -> tuple[AxisPairs, Matrix]:
 TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """What F(2×2, 3×3) makes of three taps."""
 MOST_MIXED = 8
-"""The largest factor of a mixture, pixels of a patch by those of a partial one: sums that cancel round by as much."""
+"""The largest weight in such a sum, pixels of a patch by those of a partial one: rounding errors grow by as much."""
 
 
 @lru_cache(maxsize=4096)
 def find_tiles(axis: Axis) -> AxisTiles | None:
     """Return the tiles of an axis, or `None` where its coarse twin is not a kernel of three taps without a stride.
 
-    Every row of the tap matrices is the lifted kernel A on a mixture E of input cells, T_u[I, J] = Σ_δ A[δ, u] E[δ, J]: the
-    cells themselves where patches are whole. What `cut_tiles` makes of the mixtures is then found on four cells at a time.
+    Where all patches are whole, each output cell applies the lifted kernel A to three neighbouring input cells. Next to a
+    partial patch it applies the same A to three weighted sums of input cells instead, the rows of E:
+    T_u[I, J] = Σ_δ A[δ, u] E[I, δ, J]. E is found by solving for it. `cut_tiles` groups output cells into tiles, and each tile
+    must read no more than four neighbouring input cells, because that is what the library loads for one.
     """
     lifted = along.lift_patch(axis)
     if lifted is None or lifted[0].shape != (3, 3) or lifted[2] != 1 or abs(np.linalg.det(lifted[0])) < 1e-6:
@@ -221,13 +229,18 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
 
 
 def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
-    """Return tiles of one or two output cells from their mixtures E [out cells, 3, in cells].
+    """Return tiles of one or two output cells, from the three weighted sums of input cells that each reads.
 
-    Two cells share a tile where the second's mixture is the first's, one on. Where it is so but for its first number, as where
-    the last patch is partial, they do, and a tile of one product adds the rest: five products for two cells instead of six.
+    Two output cells with one kernel of three taps read four values, v0 v1 v2 and v1 v2 v3: that takes four products by Winograd
+    in place of six. So two cells share a tile where the second's sums are the first's, shifted by one. It is enough that its
+    second sum is the first cell's third: where its first sum differs from the first cell's second, as next to a partial patch,
+    a further tile of one product adds the difference, five products for two cells.
+
+    Args:
+        mixed: The sums E [out cells, 3, in cells].
 
     Returns:
-        For each tile its first output cell, how many it has, the positions of its products and its mixture [4, in cells].
+        For each tile its first output cell, how many it has, the number of its products and the sums v [4, in cells].
     """
     tiles, out = [], 0
     while out < len(mixed):

@@ -27,7 +27,8 @@ class Taps:
     Attributes:
         first: For each output pixel, the first pixel of its window on the map.
         count: How many taps of the window are on the map.
-        place: The place in reach of each of those taps, ascending [out, kernel]; what follows them is not read.
+        place: The number, among the cells in reach, of the cell of each of those taps, ascending [out, kernel]; the entries
+            after the first `count` are not read.
         dilation: Pixels from one tap to the next.
         reach: How many input cells the windows of one output cell can reach.
     """
@@ -41,9 +42,9 @@ class Taps:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The windows of a max pooling, and where they lie in cells: the winner of an output pixel is in one of few input cells.
+    """The windows of a max pooling, and the input cells in reach of each output cell: those that its windows touch.
 
-    `make_windows` makes each once: two are the same if they are one object, which is all that caches need to compare.
+    Compared by identity: `make_windows` makes each once.
 
     Attributes:
         in_size: Size of the input.

@@ -102,7 +102,7 @@ def activate(z: Tensor, act: Act) -> Tensor:
 
 
 def pool_slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
-    """Return the count of steep pixels per patch, or the mean of the derivative of a smooth activation."""
+    """Return the number of pixels with slope 1 per patch, or the mean of the derivative of a smooth activation."""
     if is_smooth(act):
         backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
         slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
@@ -135,7 +135,7 @@ def check_count(check: Check, x: Tensor, act: Act, patch: Pair, layout: Layout =
 
 @operator(check=check_count)
 def count_steep(x: Tensor, act: Act, patch: Pair, layout: Layout = MAP) -> Tensor:
-    """Return how many pixels of each patch are on the steep piece of a clamp or a leaky activation.
+    """Return how many pixels of each patch are on the steep piece of a clamp or a leaky activation: where its slope is 1.
 
     Equation: c_I = #{ i ∈ I : lo < x_i < hi }, of a leaky one #{ i ∈ I : x_i > 0 }, in the smallest integers that hold |I|; at
     patch 1 a bit per pixel, eight to a byte, [⌈numel/8⌉] in the logical order of x.
@@ -155,7 +155,7 @@ def find_steep(x: Tensor, act: Act) -> Tensor:
     """Tell where an activation has slope 1, from its argument or its result.
 
     At NaN the slope is 1, and that of a leaky one the one below 0, as torch's scalar code has it: its vectors have 0 at NaN
-    between two bounds, so that what torch gives there hangs on the place of the pixel in memory.
+    between two bounds, so that what torch gives there depends on the place of the pixel in memory.
     """
     if act.kind == LEAKY:
         return x > 0

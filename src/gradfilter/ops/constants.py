@@ -75,7 +75,7 @@ def to_tensor(matrix: AxisMatrix, dtype: torch.dtype, device: torch.device) -> T
 
 @constant
 def find_coefficients(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what pairs of cells take of the kernel [coefficients, taps]."""
+    """Return the weight of each tap in the coefficients of pairs of cells [coefficients, taps]."""
     return torch.tensor(geometry.coefficients, dtype=dtype, device=device)
 
 
@@ -118,10 +118,15 @@ def find_first(windows: Windows, dtype: torch.dtype, device: torch.device) -> tu
 
 @constant
 def find_lanes(windows: Windows, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return per axis numbers of which the product, for each input pixel, counts it once in the bits of its cell.
+    """Return a factor for each row and each column of the input, to count winners of all cells in reach in one number.
 
-    Cells in reach of one output cell differ in their row and column modulo the reach: that says which bits are whose. Double
-    precision where single does not hold all of them.
+    The product of both factors of a pixel is a power of two, 2^(bits·lane), with one lane per cell in reach. A sum of such
+    numbers over the winners of an output patch holds in each lane, `bits` wide, how many winners its cell has. Example: a reach
+    of (1, 2) and 3 bits. Winners in the left cell add 2^0 = 1, those in the right one 2^3 = 8. Two on the left and four on the
+    right add up to 34 = 0b100_010.
+
+    The lane of a cell is its row and column modulo the reach, which differ for all cells in reach of one output cell. Double
+    precision where single does not hold that many bits.
     """
     (over, across), (high, wide), bits = windows.in_patch, windows.reach, windows.bits
     rows = np.arange(-(-windows.end // windows.in_size[1])) // over % high * wide

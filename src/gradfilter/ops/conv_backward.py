@@ -1,4 +1,7 @@
-"""The gradients of a convolution's coarse twin, the same convolution between patch-constant maps, alone and with its norm."""
+"""The gradients of a convolution's coarse twin, alone and with the norm behind it.
+
+The coarse twin is the same convolution between maps that are constant in each patch (docs/operators.md).
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
     """Tell whether the library's two products are the cheaper ones.
 
     Measured against torch's on one core and on two, 16 to 1280 channels, 4 to 153,600 cells: 1.05 to 1.4 and 1.0 to 2.8 times
-    faster with AVX-512, 0.98 to 1.5 and 0.98 to 1.7 times with AVX2 beside torch's AVX-512. On one cell, 0.4 to 0.8 times, and
+    faster with AVX-512, 0.98 to 1.5 and 0.98 to 1.7 times with AVX2 versus torch's AVX-512. On one cell, 0.4 to 0.8 times, and
     as slow for one output channel, of which torch's are products of a matrix and a vector.
     """
     return w.shape[0] > 1 and g.numel() >= LEAST_CELLS * g.shape[1] and single.can_single(g, kept, w)

@@ -1,4 +1,8 @@
-"""Max pooling with patch means and winners, and its gradient."""
+"""Max pooling with patch means and winners, and its gradient.
+
+In reach of an output cell are the input cells that its windows touch; the winners say how many of the windows have their
+maximum in each of them.
+"""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Operator(Generic[P, R]):
             try:
                 args[name] = unflatten(hint, values)
             except (InputError, TypeError, ValueError) as error:
-                raise InputError(f"gradfilter::{self.name} got {name} as numbers that mean nothing: {error}") from error
+                raise InputError(f"gradfilter::{self.name} got {name} of invalid values: {error}") from error
         return args
 
     def unpack_result(self, found: Sequence[Tensor]) -> R:

@@ -192,7 +192,7 @@ CUTS = (
 ).split()
 """Functions with pieces of slope 0 on which torch does not multiply with it."""
 NAN_SLOPES = "celu elu hardswish selu".split()
-"""Functions whose derivative at NaN is NaN in torch's vectors and 1 in its scalar code: it hangs on the place in memory."""
+"""Functions whose derivative at NaN is NaN in torch's vectors and 1 in its scalar code: it depends on the place in memory."""
 
 
 SMOOTH = {"hardswish": HARDSWISH, "silu": SILU}

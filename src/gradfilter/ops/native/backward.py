@@ -29,11 +29,11 @@ def tile_gradients(
 
     Args:
         g: The gradient of the output [N, Co, H', W']: one that `can_tile`.
-        x: The input [N, Ci, H', W']; `None` where gw is not asked for.
+        x: The input [N, Ci, H', W']; `None` where gw is not requested.
         w: The weight [Co, Ci, 3, 3].
         rows: The tiles along the rows.
         columns: The same along the columns.
-        need_gx: Whether gx is asked for.
+        need_gx: Whether gx is requested.
     """
     (co, ci), layout = w.shape[:2], torch.channels_last
     g = g.contiguous(memory_format=layout)

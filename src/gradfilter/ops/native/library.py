@@ -166,7 +166,7 @@ def is_here(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> bool:
-    """Tell whether the library can read numbers beside a map, in memory of any order: of this shape and dtype, or none."""
+    """Tell whether the library can read a further tensor: of this shape and dtype, in memory of any order, or none."""
     return x is None or (is_here(x) and x.dtype is dtype and x.shape == shape)
 
 

@@ -38,7 +38,7 @@ class BlockBytes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _make_request(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> bytes | None:
-    """Return what the library is asked for a large tensor; `None` where torch's own allocator serves better."""
+    """Return the request to the library for a large tensor; `None` where torch's own allocator serves better."""
     if dtype not in _CODES or len(shape) > _MOST_AXES:
         return None
     code, bits = _CODES[dtype]

@@ -30,8 +30,8 @@ def pair_gradients(
 
     Args:
         g: The gradient of the output [N, C, H', W']: one that `can_pair`.
-        x: The input [N, C, H', W']; `None` where gq is not asked for.
-        q: The coefficients of rows and columns [K, C], dense; `None` where gx is not asked for.
+        x: The input [N, C, H', W']; `None` where gq is not requested.
+        q: The coefficients of rows and columns [K, C], dense; `None` where gx is not requested.
         rows: The pairs along the rows.
         columns: The same along the columns.
     """

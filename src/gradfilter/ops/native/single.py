@@ -26,9 +26,9 @@ def single_gradients(g: Tensor, x: Tensor | None, w: Tensor, *, need_gx: bool) -
 
     Args:
         g: The gradient of the output [N, Co, H', W']: one that `can_single`.
-        x: What the output cells read [N, Ci, H', W']; `None` where gw is not asked for.
+        x: What the output cells read [N, Ci, H', W']; `None` where gw is not requested.
         w: The weight [Co, Ci, kh, kw].
-        need_gx: Whether gx is asked for.
+        need_gx: Whether gx is requested.
     """
     (n, co, *cells), (ci, *kernel), layout = g.shape, w.shape[1:], torch.channels_last
     g = g.contiguous(memory_format=layout)

@@ -1,4 +1,4 @@
-"""What the passes take and return."""
+"""Types of what operators take and return: activations, and results with their patch means and slopes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ RELU, RELU6 = Act(CLAMP), Act(CLAMP, 0.0, 6.0)
 
 
 class Fused(NamedTuple):
-    """The result of a pass.
+    """A map that ends in an activation, with what its backward needs.
 
     Attributes:
         y: The map.
         mean: Its patch means [N, C, H', W']; `None` at patch 1.
-        slope: Of a clamp or leaky activation, how many pixels of each patch are on the steep piece; of a smooth one, the
-            mean of the derivative. `None` at patch 1 and for the identity.
+        slope: Of a clamp or leaky activation, how many pixels of each patch are on the steep piece, where the slope is 1; of a
+            smooth one, the mean of the derivative. `None` at patch 1 and for the identity.
     """
 
     y: Tensor
