@@ -279,7 +279,7 @@ class TestRules:
         counts = torch.randint(0, 9, (n, *cells, 4, channels), generator=generator).to(dtype)
         winners = maps[1](counts.permute(0, 4, 1, 2, 3))
         size = 2 * cells[0], 2 * cells[1]
-        windows = make_windows(size, size, (2, 2), (2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
+        windows = make_windows((size[0] + 1, size[1] + 1), size, (2, 2), (2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
         assume(windows.reach == (2, 2))
         compare(lambda: ops.max_route(g, winners, windows))
 
