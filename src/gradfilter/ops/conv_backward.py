@@ -39,12 +39,13 @@ def check_conv(
 ) -> None:
     """Check the arguments of `conv_gradients`."""
     check.map("g", g)
-    check.map("w", w, g)
+    check.weight("w", w, g)
     check_coarse(check, g, kept, w, geometry)
 
 
 def check_coarse(check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> None:
     """Check that gradient, input and weight are those of a geometry."""
+    check.instance("geometry", geometry, Geometry)
     outputs, inputs, *kernel = w.shape
     if outputs % geometry.groups:
         check.refuse("w", f"of shape {list(w.shape)}", f"Give one whose outputs {geometry.groups} groups divide.")
@@ -60,7 +61,7 @@ def check_coarse(check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geomet
 def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients | None:
     """Return the gradients by the library where it has a kernel that is the cheapest way, else `None`."""
     if kept is None and not need_gx:
-        return None, None
+        return None  # nothing is read here that would be wrong
     if geometry.is_single_tap:
         if geometry.groups > 1 or not prefers_single(g, kept, w) or not is_sized(g, kept, w, geometry):
             return None
@@ -179,7 +180,7 @@ def check_conv_norm(
 ) -> None:
     """Check the arguments of `conv_norm_gradients`."""
     check.map("g", g)
-    check.map("w", w)
+    check.weight("w", w)
     check.device("w", w, g)
     check_coarse(check, g, kept, w, geometry)
     check.row("b", b, len(w), g)

@@ -7,6 +7,7 @@ follows from the signature of the reference. This file is the one place that cho
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
@@ -161,9 +162,11 @@ class Operator(Generic[P, R]):
             x = args[0] if args else kwargs.get(self.first)
             try:
                 result = None if self.adjoint is not None and needs_graph(x) else self.kernel(*args, **kwargs)
-            except Exception:
+            except Exception as error:
                 self.verify(args, kwargs)
-                raise
+                if isinstance(error, MemoryError | RuntimeError):
+                    raise
+                result = None  # numbers that a task cannot hold, say
             if result is not None:
                 return result
         elif self.entry is not None and is_recorded():
@@ -214,7 +217,7 @@ class Operator(Generic[P, R]):
         for name, hint in self.hints.items():
             try:
                 args[name] = unflatten(hint, values)
-            except (InputError, TypeError, ValueError) as error:
+            except (InputError, TypeError, ValueError, IndexError, OverflowError) as error:
                 raise InputError(f"gradfilter::{self.name} got {name} as numbers that mean nothing: {error}") from error
         return args
 
@@ -234,7 +237,10 @@ class Operator(Generic[P, R]):
         """Run it for torch's dispatcher."""
         args = self.unpack(flat)
         self.verify((), args)
-        result = self.kernel(**args) if self.kernel is not None and is_on() else None  # type: ignore[call-arg]
+        try:
+            result = self.kernel(**args) if self.kernel is not None and is_on() else None  # type: ignore[call-arg]
+        except (ArithmeticError, ValueError, TypeError, struct.error):  # as in `__call__`
+            result = None
         return self.pack_result(self.reference(**args) if result is None else result, flat)  # type: ignore[call-arg]
 
     def decompose(self, *flat: Any) -> Any:
@@ -243,8 +249,9 @@ class Operator(Generic[P, R]):
 
     def fake(self, *flat: Any) -> Any:
         """Return tensors without values, as the reference gives them on shapes alone; sizes that are symbols become numbers."""
-        args, like = self.unpack(flat), find_first(flat)
+        args = self.unpack(flat)
         self.verify((), args)  # of the tensors themselves: shapes have lost their devices
+        like = find_first(flat)
         with _disable_current_modes():
             shapes = [to_shape(v) if isinstance(v, Tensor) else v for v in flat]
             found = self.pack_result(self.reference(**self.unpack(shapes)), shapes)  # type: ignore[call-arg]
