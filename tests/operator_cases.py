@@ -264,7 +264,7 @@ def run_max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor:
         row = min(int(windows.first[0][i]) + down, windows.in_cells[0] - 1)
         column = min(int(windows.first[1][j]) + along, windows.in_cells[1] - 1)
         won = winners[:, :, i, j] == k if winners.dim() == 4 else winners[:, :, i, j, k]
-        gx[:, :, row, column] += g[:, :, i, j] * won
+        gx[:, :, row, column] += torch.where(won == 0, 0, g[:, :, i, j] * won)
     return gx
 
 
@@ -359,6 +359,13 @@ def make_convolution(w: Tensor, x: Tensor, out_size: Any, act: ops.Act, residual
     }
 
 
+def make_cells(act: ops.Act) -> ops.Cells:
+    """Return where patch means and slopes of a map of C channels go."""
+    shape = N, C, *CELLS
+    slopes = torch.zeros(shape, dtype=torch.uint8 if act.kind in (ops.CLAMP, ops.LEAKY) else torch.float64)
+    return ops.Cells(torch.zeros(shape, dtype=torch.float64), slopes if act.kind else None)
+
+
 POOL = make_windows((9, 10), (5, 5), (2, 2), (2, 3), (3, 3), (2, 2), (1, 1), (1, 1))
 ONE = make_windows((9, 10), (5, 5), (2, 2), (1, 1), (3, 3), (2, 2), (1, 1), (1, 1))
 ADAPTIVE = make_windows((9, 10), (3, 4), (2, 2), (2, 2))
@@ -418,6 +425,18 @@ CASES = [
             run_norm_act,
         )
         for act in (ops.IDENTITY, RELU6, LEAKY, ops.HARDSWISH, ops.SILU)
+    ),
+    *(
+        Case(
+            f"norm_act {name}",
+            lambda act=act: {"x": draw(N, C, *SIZE) * 3, "scale": None, "shift": None, "act": act, "patch": PATCH},
+            run_norm_act,
+        )
+        for name, act in (
+            ("of an identity with bounds", ops.Act(ops.IDENTITY.kind, -1.0)),
+            ("of a smooth activation with bounds", ops.Act(ops.HARDSWISH.kind, 0.0, 6.0, 0.5)),
+            ("of bounds beyond single precision", ops.Act(ops.CLAMP, -1e300, 1.0)),
+        )
     ),
     Case(
         "norm_act at patch 1",
@@ -551,6 +570,12 @@ CASES = [
     Case(
         "conv_gradients at patch 1", lambda: make_gradients(make_conv(3, 1, 1, 1), 6, 4), run_conv_gradients, has_kernel=False
     ),
+    Case(
+        "conv_gradients of nothing",
+        lambda: make_gradients(make_conv(3, 1, 2, 2), kept=False, need_gx=False),
+        run_conv_gradients,
+        has_kernel=False,
+    ),
     Case("conv_norm_gradients", lambda: make_conv_norm(make_conv(3, 1, 2, 2)), run_conv_norm, has_kernel=False),
     Case(
         "conv_norm_gradients of few cells",
@@ -606,3 +631,36 @@ CASES = [
         has_kernel=False,
     ),
 ]
+
+WRITING = [
+    Case(
+        "norm_act to a target",
+        lambda: {
+            "x": draw(N, C, *SIZE) * 3,
+            "scale": draw(C, seed=1),
+            "shift": draw(C, seed=2),
+            "act": RELU6,
+            "patch": PATCH,
+            "residual": None,
+            "out": torch.zeros(N, C, *SIZE, dtype=torch.float64),
+        },
+        run_norm_act,
+    ),
+    *(
+        Case(
+            f"convolve to cells {act.kind}",
+            lambda act=act: {
+                **make_convolution(draw(C, 1, 3, 3), draw(N, C, *SIZE, seed=1), SIZE, act, groups=C),
+                "cells": make_cells(act),
+            },
+            run_convolve,
+        )
+        for act in (ops.IDENTITY, RELU6, ops.SILU)
+    ),
+    Case(
+        "expand to cells",
+        lambda: {**next(case for case in CASES if case.name == "expand").make(), "cells": make_cells(RELU6)},
+        run_expand,
+    ),
+]
+"""Arguments with tensors to write to, which graphs do not have."""

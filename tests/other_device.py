@@ -1,4 +1,4 @@
-"""Run every operator's reference on a device that this machine does not have; the exit code tells whether all of them do.
+"""Run every operator on a device that this machine does not have, rightly and wrongly; the exit code tells whether all do.
 
 A program of its own, for torch takes one such device per process and never forgets it. Its tensors have no values: what reads
 one, or mixes devices, fails.
@@ -12,19 +12,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from operator_cases import CASES, Case, list_parts, move
+from operator_cases import CASES, WRITING, Case, list_parts, move
+from test_operators import check_wrong_numbers, check_wrong_tensors, to_kind
 
 DEVICE = "elsewhere"
 
 
 def find_mistake(case: Case) -> str | None:
-    """Return what is wrong with a reference's result on the device, if anything is."""
+    """Return what is wrong with a reference's result on the device, or with what is refused there, if anything is."""
     args = case.make()
     expected = list_parts(case.operator.reference(**args))
     mode = FakeTensorMode()
     try:
         with mode:
             found = list_parts(case.operator(**move(args, DEVICE)))
+            check_wrong_tensors(case, move(to_kind(case.make(), torch.float32, last=True), DEVICE))
+            check_wrong_numbers(case, move(to_kind(case.make(), torch.float32, last=True), DEVICE))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     for fake, real in zip(found, expected, strict=True):
@@ -40,7 +43,7 @@ def find_mistake(case: Case) -> str | None:
 def main() -> int:
     """Print the cases that fail and return their number."""
     _setup_privateuseone_for_python_backend(DEVICE)
-    mistakes = {case.name: find_mistake(case) for case in CASES}
+    mistakes = {case.name: find_mistake(case) for case in [*CASES, *WRITING]}
     for name, mistake in mistakes.items():
         if mistake is not None:
             print(f"{name}: {mistake}")

@@ -97,6 +97,18 @@ class TestPasses:
         compare(lambda: ops.fold_norm(gamma if has else None, beta if has else None, mean, var, 1e-3))
 
     @pytest.mark.parametrize("shift", [-40, -1, 0, 1, 40, 120])
+    @pytest.mark.parametrize("target", ["scale", "shift"])
+    def test_a_target_that_overlaps_a_row(self, shift, target):
+        def run():
+            memory = draw_eighths(400, seed=1, most=32)
+            x = draw_eighths(1, 6, 4, 5, seed=2, most=32)
+            rows = {"scale": None, "shift": None, target: memory[130:136]}
+            out = memory[130 + shift : 250 + shift].view(1, 6, 4, 5)
+            return ops.norm_act(x, rows["scale"], rows["shift"], ops.RELU, (2, 2), None, out)
+
+        compare(run)
+
+    @pytest.mark.parametrize("shift", [-40, -1, 0, 1, 40, 120])
     @pytest.mark.parametrize("target", ["x", "residual"])
     def test_a_target_that_overlaps_what_is_read(self, shift, target):
         def run():
@@ -279,7 +291,7 @@ class TestRules:
         counts = torch.randint(0, 9, (n, *cells, 4, channels), generator=generator).to(dtype)
         winners = maps[1](counts.permute(0, 4, 1, 2, 3))
         size = 2 * cells[0], 2 * cells[1]
-        windows = make_windows(size, size, (2, 2), (2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
+        windows = make_windows((size[0] + 1, size[1] + 1), size, (2, 2), (2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
         assume(windows.reach == (2, 2))
         compare(lambda: ops.max_route(g, winners, windows))
 

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gradfilter.errors import InputError
-from gradfilter.geometry.tiling import Matrix, axis_areas
+from gradfilter.geometry.tiling import LIMIT, Matrix, axis_areas
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +142,11 @@ class Axis:
     def __post_init__(self) -> None:
         """Refuse sizes that no convolution has."""
         for name in ("kernel", "stride", "dilation", "in_size", "out_size", "in_patch", "out_patch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"one axis of a convolution got {name} = {getattr(self, name)}. Give at least 1.")
+            n = getattr(self, name)
+            if not isinstance(n, int) or not 1 <= n < LIMIT:
+                raise InputError(f"one axis of a convolution got {name} = {n!r}. Give at least 1, and less than {LIMIT}.")
+        if not isinstance(self.before, int) or not -LIMIT < self.before < LIMIT:
+            raise InputError(f"one axis of a convolution got before = {self.before!r}. Give a number of zeros below {LIMIT}.")
 
 
 @dataclass(frozen=True)

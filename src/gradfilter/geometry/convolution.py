@@ -82,9 +82,11 @@ class Geometry:
     lumped: bool
 
     def __post_init__(self) -> None:
-        """Refuse a number of groups that no convolution has."""
-        if self.groups < 1:
-            raise InputError(f"a convolution got groups = {self.groups}. Give at least 1.")
+        """Refuse what is no axis, and a number of groups that no convolution has."""
+        if not (isinstance(self.rows, Axis) and isinstance(self.columns, Axis)):
+            raise InputError(f"a convolution got rows = {self.rows!r}, columns = {self.columns!r}. Give an Axis each.")
+        if not isinstance(self.groups, int) or self.groups < 1:
+            raise InputError(f"a convolution got groups = {self.groups!r}. Give at least 1.")
 
     @property
     def numbers(self) -> tuple[int, ...]:

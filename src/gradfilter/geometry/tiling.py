@@ -13,6 +13,8 @@ from torch import Tensor
 
 Pair = tuple[int, int]
 Matrix = np.ndarray
+LIMIT = 1 << 31
+"""What all sizes and distances stay below, so that no product of two of them overflows."""
 
 
 def count_dtype(patch: Pair) -> torch.dtype:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from gradfilter.errors import InputError
-from gradfilter.geometry.tiling import Pair, count_cells
+from gradfilter.geometry.tiling import LIMIT, Pair, count_cells
+
+_MOST_TAPS = 1 << 24
+"""Taps along one axis that a table may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +71,23 @@ class Windows:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no max pooling has."""
-        for name in ("in_size", "size", "in_patch", "out_patch", "stride", "dilation"):
-            if min(getattr(self, name)) < 1:
-                raise InputError(f"the windows of a max pooling got {name} = {getattr(self, name)}. Give at least 1.")
-        if min(*self.kernel, *self.padding) < 0 or (0 in self.kernel and self.kernel != (0, 0)):
+        for field in fields(self):
+            name, pair = field.name, getattr(self, field.name)
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
+                raise InputError(f"the windows of a max pooling got {name} = {pair!r}. Give two whole numbers (h, w).")
+            if not (name in ("kernel", "padding") or min(pair) > 0) or not 0 <= min(pair) <= max(pair) < LIMIT:
+                raise InputError(f"the windows of a max pooling got {name} = {pair}. Give at least 1, and less than {LIMIT}.")
+        if self.is_adaptive:
+            return
+        if 0 in self.kernel:
             raise InputError(f"the windows of a max pooling got kernel = {self.kernel}, padding = {self.padding}.")
+        sides = list(zip(self.in_size, self.kernel, self.stride, self.padding, self.dilation, strict=True))
+        sizes = {ceiling: tuple(count_windows(*side, ceiling) for side in sides) for ceiling in (False, True)}
+        if self.size not in sizes.values() or any(p > k // 2 for p, k in zip(self.padding, self.kernel, strict=True)):
+            raise InputError(
+                f"the windows of a max pooling got size = {self.size}. Torch's of a map of {self.in_size} by kernel = "
+                f"{self.kernel}, stride = {self.stride}, padding = {self.padding}, dilation = {self.dilation} has another."
+            )
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -89,7 +104,7 @@ class Windows:
     def has_ceiling(self) -> bool:
         """Whether the last window may hang over the padding: `ceil_mode`."""
         sides = zip(self.in_size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return self.size != tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        return self.size != tuple(count_windows(*side, False) for side in sides)
 
     @cached_property
     def spans(self) -> tuple[Spans, Spans]:
@@ -145,8 +160,8 @@ class Windows:
 
     @cached_property
     def taps(self) -> tuple[Taps, Taps] | None:
-        """Per axis where the taps of windows of one size are; `None` where a window sees nothing but padding."""
-        if self.is_adaptive:
+        """Per axis where the taps of windows of one size are; `None` where one sees nothing but padding, or for too many."""
+        if self.is_adaptive or max(n * k for n, k in zip(self.size, self.kernel, strict=True)) > _MOST_TAPS:
             return None
         rows, columns = (self.find_taps(i) for i in (0, 1))
         return (rows, columns) if rows.count.all() and columns.count.all() else None
@@ -158,7 +173,7 @@ class Windows:
         inside = (pixel >= 0) & (pixel < self.in_size[i])
         lead = inside.argmax(1)
         pixel += lead[:, None] * dilation
-        cell = np.repeat(self.first[i], self.out_patch[i])[: len(span.start)]
+        cell = np.repeat(self.first[i], min(self.out_patch[i], self.size[i]))[: len(span.start)]
         place = pixel // self.in_patch[i] - cell[:, None]
         return Taps(pixel[:, 0], inside.sum(1), place, dilation, self.reach[i])
 
@@ -169,6 +184,15 @@ make_windows = lru_cache(maxsize=256)(Windows)
 def windows_from(numbers: Sequence[int]) -> Windows:
     """Return the windows with these `numbers`."""
     return make_windows(*zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def count_windows(size: int, kernel: int, stride: int, padding: int, dilation: int, has_ceiling: bool) -> int:
+    """Return how many windows torch has along one axis; with a ceiling the last one may hang over, but begins on the map."""
+    rest = size + 2 * padding - dilation * (kernel - 1) - 1  # pixels for the windows behind the first one
+    if not has_ceiling:
+        return rest // stride + 1
+    count = -(-rest // stride) + 1
+    return count - 1 if (count - 1) * stride >= size + padding else count
 
 
 def space_windows(count: int, kernel: int, stride: int, padding: int, dilation: int) -> Spans:

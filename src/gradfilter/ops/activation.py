@@ -9,20 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, count_dtype, is_nhwc
-from gradfilter.ops.check import Check
+from gradfilter.ops.check import Check, is_whole
 from gradfilter.ops.constants import make_areas
 from gradfilter.ops.native import fused, pooling
 from gradfilter.ops.native.values import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU, Act, Fused, is_smooth
 from gradfilter.ops.operator import operator
-from gradfilter.ops.pooling import check_pixels, pool_map, pool_sum
+from gradfilter.ops.pooling import check_axes_of, check_pixels, pool_map, pool_sum
 
 KINDS = (IDENTITY.kind, CLAMP, LEAKY, HARDSWISH.kind, SILU.kind)
+MOST = torch.finfo(torch.float32).max
 
 
 def check_act(check: Check, name: str, act: Act) -> None:
     """Check that an activation is one that passes know."""
-    if act.kind not in KINDS:
-        check.refuse(f"{name}.kind", f"= {act.kind}", f"The kinds are {', '.join(map(str, KINDS))}.")
+    check.instance(name, act, Act)
+    if not is_whole(act.kind) or act.kind not in KINDS:
+        check.refuse(f"{name}.kind", f"= {act.kind!r:.80}", f"The kinds are {', '.join(map(str, KINDS))}.")
+    for field, value in zip(("lo", "hi", "slope"), act[1:], strict=True):
+        check.number(f"{name}.{field}", value)
+        if act.kind == CLAMP and value != value:
+            check.refuse(f"{name}.{field}", f"= {value}", "Give bounds that are numbers, or infinite.")
 
 
 def check_norm_act(
@@ -42,7 +48,7 @@ def check_norm_act(
     check_act(check, "act", act)
     check.pair("patch", patch)
     check.addend("residual", residual, x.shape, x)
-    check.shape("out", out, x.shape, x)
+    check.target("out", out, x.shape, x)
 
 
 @operator(kernel=fused.norm_act, check=check_norm_act, eager=("out",))
@@ -74,7 +80,7 @@ def norm_act(
         out: Where y goes; may be x.
     """
     with torch.no_grad():
-        z = x.float() if x.element_size() == 2 else x
+        z, act = x.float() if x.element_size() == 2 else x, fit_act(act, x)
         if scale is not None:
             z = z * scale.to(z.dtype)[:, None, None]
         if shift is not None:
@@ -82,12 +88,19 @@ def norm_act(
         if residual is not None:
             z = z + residual
         y = activate(z, act).to(x.dtype)
-        slope = pool_slope(z, y, act, patch) if act != IDENTITY and patch != (1, 1) else None
+        slope = pool_slope(z, y, act, patch) if act.kind != IDENTITY.kind and patch != (1, 1) else None
         if out is not None:  # which may be z
             y = out.copy_(y)
         elif y is x:
             y = x.clone()
         return Fused(y, None if patch == (1, 1) else pool_map(y, patch), slope)
+
+
+def fit_act(act: Act, x: Tensor) -> Act:
+    """Return an activation with numbers that x is compared with: in single precision, those beyond all others are infinite."""
+    if x.dtype is torch.float64 or not any(MOST < abs(n) < math.inf for n in act[1:]):
+        return act
+    return Act(act.kind, *(math.copysign(math.inf, n) if abs(n) > MOST else n for n in act[1:]))
 
 
 def activate(z: Tensor, act: Act) -> Tensor:
@@ -96,17 +109,17 @@ def activate(z: Tensor, act: Act) -> Tensor:
         return F.relu(z) if act.hi == math.inf and act.lo == 0 else torch.clamp(z, act.lo, act.hi)
     if act.kind == LEAKY:
         return F.leaky_relu(z, act.slope)
-    if act == IDENTITY:
+    if act.kind == IDENTITY.kind:
         return z
-    return F.hardswish(z) if act == HARDSWISH else F.silu(z)
+    return F.hardswish(z) if act.kind == HARDSWISH.kind else F.silu(z)
 
 
 def pool_slope(z: Tensor, y: Tensor, act: Act, patch: Pair) -> Tensor:
     """Return the number of pixels with slope 1 per patch, or the mean of the derivative of a smooth activation."""
     if is_smooth(act):
-        backward = torch.ops.aten.hardswish_backward if act == HARDSWISH else torch.ops.aten.silu_backward
+        backward = torch.ops.aten.hardswish_backward if act.kind == HARDSWISH.kind else torch.ops.aten.silu_backward
         slope = backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
-        if act == HARDSWISH:  # at NaN torch's vectors give NaN, but the last few numbers of a row 1
+        if act.kind == HARDSWISH.kind:  # at NaN torch's vectors give NaN, but the last few numbers of a row 1
             slope = slope.masked_fill(z.isnan(), math.nan)
         return pool_map(slope, patch).to(y.dtype)
     # Half precision counts to 256 or 2048 only.
@@ -127,6 +140,7 @@ def is_steep(z: Tensor, y: Tensor, act: Act) -> Tensor:
 def check_count(check: Check, x: Tensor, act: Act, patch: Pair, layout: Layout = MAP) -> None:
     """Check the arguments of `count_steep`."""
     check_pixels(check, x, patch, layout)
+    check_act(check, "act", act)
     if act.kind not in (CLAMP, LEAKY):
         check.refuse(
             "act.kind", f"= {act.kind}", f"Give a clamp, {CLAMP}, or a leaky activation, {LEAKY}: others have no pieces."
@@ -159,6 +173,7 @@ def find_steep(x: Tensor, act: Act) -> Tensor:
     """
     if act.kind == LEAKY:
         return x > 0
+    act = fit_act(act, x)
     wide = x.float() if x.element_size() == 2 else x  # torch does not round the bounds to half precision here
     flat = wide <= act.lo
     if act.hi < math.inf:
@@ -209,8 +224,10 @@ def check_scale(
     """Check the arguments of `scale_by_counts`."""
     check.tensor("g", g)
     check.counts("count", count, g)
+    check.slopes("slopes", slopes)
     check.pair("patch", patch)
     check.pair("size", size)
+    check_axes_of(check, layout)
     cells = count_cells(size, patch)
     if max(layout.axes) >= g.dim() or list(g.shape) != layout.resize(g.shape, cells):
         check.refuse("g", f"of shape {list(g.shape)}", f"A map of {size} has {cells} patches of {patch}.")

@@ -110,7 +110,7 @@ def find_target(windows: Windows, dtype: torch.dtype, device: torch.device) -> T
 def find_first(windows: Windows, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return per axis, for each output pixel, the first input cell that the windows of its cell reach."""
     rows, columns = (
-        torch.tensor(np.repeat(first, patch)[:size], device=device)
+        torch.tensor(np.repeat(first, min(patch, size))[:size], device=device)
         for first, patch, size in zip(windows.first, windows.out_patch, windows.size, strict=True)
     )
     return rows, columns

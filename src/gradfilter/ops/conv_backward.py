@@ -42,12 +42,13 @@ def check_conv(
 ) -> None:
     """Check the arguments of `conv_gradients`."""
     check.map("g", g)
-    check.map("w", w, g)
+    check.weight("w", w, g)
     check_coarse(check, g, kept, w, geometry)
 
 
 def check_coarse(check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> None:
     """Check that gradient, input and weight are those of a geometry."""
+    check.instance("geometry", geometry, Geometry)
     outputs, inputs, *kernel = w.shape
     if outputs % geometry.groups:
         check.refuse("w", f"of shape {list(w.shape)}", f"Give one whose outputs {geometry.groups} groups divide.")
@@ -63,7 +64,7 @@ def check_coarse(check: Check, g: Tensor, kept: Tensor | None, w: Tensor, geomet
 def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients | None:
     """Return the gradients by the library where it has a kernel that is the cheapest way, else `None`."""
     if kept is None and not need_gx:
-        return None, None
+        return None  # nothing is read here that would be wrong
     if geometry.is_single_tap:
         if geometry.groups > 1 or not prefers_single(g, kept, w) or not is_sized(g, kept, w, geometry):
             return None
@@ -192,7 +193,7 @@ def check_conv_norm(
 
 def check_folded(check: Check, g: Tensor, w: Tensor, b: Tensor | None, norm: FixedNorm) -> None:
     """Check a weight and bias with the norm that is folded into them."""
-    check.map("w", w)
+    check.weight("w", w)
     check.device("w", w, g)
     check.row("b", b, len(w), g)
     check_norm(check, g, norm, len(w))

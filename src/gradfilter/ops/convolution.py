@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfilter.geometry.tiling import Pair
+from gradfilter.geometry.tiling import Pair, count_cells, count_dtype
 from gradfilter.ops.activation import check_act, norm_act
 from gradfilter.ops.check import Check
 from gradfilter.ops.native import conv, fused
 from gradfilter.ops.native import expand as expansion
-from gradfilter.ops.native.values import IDENTITY, Act, Cells, Ending, Expanded, Fused
+from gradfilter.ops.native.values import IDENTITY, Act, Cells, Ending, Expanded, Fused, is_smooth
 from gradfilter.ops.operator import operator
 
 
-def check_places(check: Check, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> None:
-    """Check where a convolution reads. Zeros behind the end of the map are as many as its output takes."""
+def check_places(
+    check: Check, x: Sequence[int], w: Sequence[int], stride: Pair, padding: Pair, dilation: Pair, out_size: Pair
+) -> None:
+    """Check where a convolution of a map reads. Zeros behind the end of the map are as many as its output takes."""
     for name, pair, least in (
         ("stride", stride, 1),
         ("padding", padding, 0),
@@ -24,6 +28,34 @@ def check_places(check: Check, stride: Pair, padding: Pair, dilation: Pair, out_
         ("out_size", out_size, 1),
     ):
         check.pair(name, pair, least)
+    ends = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True))
+    zeros = tuple(max(p, end - p - n) for end, p, n in zip(ends, padding, x[2:], strict=True))
+    if max(zeros) > conv.MOST_ZEROS:
+        given = f"= {out_size}, for which {zeros} zeros beside the map are read"
+        check.refuse("out_size", given, f"Give sizes that take at most {conv.MOST_ZEROS}.")
+
+
+def check_cells(check: Check, cells: Cells | None, shape: Sequence[int], act: Act, patch: Pair, like: Tensor) -> None:
+    """Check that patch means and slopes of an output of this shape can be written to tensors that were given for them."""
+    if cells is None:
+        return
+    check.instance("cells", cells, Cells)
+    sizes = (*shape[:2], *count_cells((shape[2], shape[3]), patch))
+    has_mean, has_slope = patch != (1, 1), patch != (1, 1) and act.kind != IDENTITY.kind
+    counts = count_dtype(patch) if has_slope and not is_smooth(act) else None
+    for name, x, is_wanted, dtype in (("mean", cells.mean, has_mean, None), ("slope", cells.slope, has_slope, counts)):
+        if (x is not None) != is_wanted:
+            check.refuse(f"cells.{name}", f"of type {type(x).__name__}", "Give the cells that make_cells makes.")
+        if x is None:
+            continue
+        if dtype is None:
+            check.shape(f"cells.{name}", x, sizes, like)
+        else:
+            check.counts(f"cells.{name}", x, like)
+            if x.shape != sizes or x.dtype is not dtype:
+                given = f"of shape {list(x.shape)} and {x.dtype}"
+                check.refuse(f"cells.{name}", given, f"Give {dtype} of shape {list(sizes)}.")
+        check.apart(f"cells.{name}", x)
 
 
 def check_convolve(
@@ -45,17 +77,19 @@ def check_convolve(
 ) -> None:
     """Check the arguments of `convolve`."""
     n, channels, _, _ = check.map("x", x)
-    outputs, inputs, _, _ = check.map("w", w, x)
+    outputs, inputs, _, _ = check.weight("w", w, x)
+    check.whole("groups", groups)
     if groups < 1 or outputs % groups or inputs * groups != channels:
         wanted = f"x has {channels} channels, w takes {inputs} in each of {groups} groups and gives {outputs}."
         check.refuse("groups", f"= {groups}", wanted)
-    check_places(check, stride, padding, dilation, out_size)
+    check_places(check, x.shape, w.shape, stride, padding, dilation, out_size)
     check.shape("bias", bias, (outputs,), x)
     for name, row in (("scale", scale), ("shift", shift)):
         check.row(name, row, outputs, x)
     check_act(check, "act", act)
     check.pair("patch", patch)
     check.addend("residual", residual, (n, outputs, *out_size), x)
+    check_cells(check, cells, (n, outputs, *out_size), act, patch, x)
 
 
 @operator(kernel=conv.convolve, check=check_convolve, eager=("cells",))
@@ -134,18 +168,20 @@ def check_expand(
     cells: Cells | None = None,
 ) -> None:
     """Check the arguments of `expand`."""
-    channels = check.map("x", x)[1]
-    hidden = check.map("w", w, x)[0]
+    n, channels, *size = check.map("x", x)
+    hidden = check.weight("w", w, x)[0]
     check.shape("w", w, (hidden, channels, 1, 1))
     kernel = check.map("taps", taps, x)[2:]
     check.shape("taps", taps, (hidden, 1, *kernel))
-    check_places(check, stride, padding, dilation, out_size)
+    check_places(check, x.shape, taps.shape, stride, padding, dilation, out_size)
     for name, ending in (("middle", middle), ("end", end)):
+        check.instance(name, ending, Ending)
         check.shape(f"{name}.bias", ending.bias, (hidden,), x)
         for field in ("scale", "shift"):
             check.row(f"{name}.{field}", getattr(ending, field), hidden, x)
         check_act(check, f"{name}.act", ending.act)
         check.pair(f"{name}.patch", ending.patch)
+    check_cells(check, cells, (n, hidden, *size), middle.act, middle.patch, x)
 
 
 @operator(kernel=expansion.expand, check=check_expand, eager=("cells",))
@@ -190,6 +226,7 @@ def expand(
 
 def check_fold(check: Check, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> None:
     """Check the arguments of `fold_norm`."""
+    check.number("eps", eps)
     check.tensor("mean", mean)
     check.tensor("var", var)
     if mean.dim() != 1:

@@ -6,6 +6,8 @@ maximum in each of them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,7 @@ from gradfilter.ops.pooling import pool_mean, pool_sum
 
 def check_max_pool(check: Check, x: Tensor, windows: Windows) -> None:
     """Check the arguments of `max_pool`."""
+    check.instance("windows", windows, Windows)
     size = check.map("x", x)[2:]
     if size != windows.in_size:
         check.refuse("x", f"of shape {list(x.shape)}", f"Its windows are those of a map of {windows.in_size}.")
@@ -94,12 +97,13 @@ def count_scattered(indices: Tensor, windows: Windows) -> Tensor:
     )
     slot = (cell_rows[:, None] * out_w + cell_columns) * places + find_places(indices, windows)
     counts = torch.zeros(n * c, out_h * out_w * places, dtype=torch.float32, device=indices.device)
-    counts.scatter_add_(1, slot.reshape(n * c, -1), torch.ones((), device=indices.device).expand(n * c, h * w))
+    counts.scatter_add_(1, slot.reshape(n * c, h * w), torch.ones((), device=indices.device).expand(n * c, h * w))
     return counts.to(count_dtype(windows.out_patch)).reshape(n, c, out_h, out_w, places)
 
 
 def check_route(check: Check, g: Tensor, winners: Tensor, windows: Windows) -> None:
     """Check the arguments of `max_route`."""
+    check.instance("windows", windows, Windows)
     n, channels, *cells = check.map("g", g)
     check.counts("winners", winners, g)
     if tuple(cells) != count_cells(windows.size, windows.out_patch):
@@ -109,6 +113,8 @@ def check_route(check: Check, g: Tensor, winners: Tensor, windows: Windows) -> N
     named = (n, channels, *cells) if windows.out_patch == (1, 1) else counts
     if winners.shape not in (counts, named):
         check.refuse("winners", f"of shape {list(winners.shape)}", f"Give those of max_pool, {list(counts)}.")
+    if winners.dim() == 4 and winners.dtype is not torch.uint8:
+        check.refuse("winners", f"of dtype {winners.dtype}", "Give the bytes of max_pool, which name a cell in reach each.")
 
 
 @operator(kernel=native.max_route, check=check_route)
@@ -117,7 +123,8 @@ def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor:
 
     Equation: Gx[J] = Σ_I G_I · winners[I, J], G_I the gradient per pixel of output patch I.
     Cost: one pass over the winners; two operations per output cell and cell in reach.
-    Exact when: always, for a gradient that is constant in each patch.
+    Exact when: always, for a gradient that is constant in each patch. Where nothing was won the product is 0, even if G is NaN
+    or infinite.
 
     Args:
         g: The gradient per pixel of each output cell [N, C, H', W'].
@@ -130,5 +137,6 @@ def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor:
     n, c = g.shape[:2]
     h, w = windows.in_cells
     gx = g.new_zeros(n, c, h * w)
-    gx.index_add_(2, find_target(windows, g), (g[..., None] * winners.to(g.dtype)).reshape(n, c, -1))
+    routed = torch.where(winners == 0, 0, g[..., None] * winners)  # NaN and infinity go where something was won alone
+    gx.index_add_(2, find_target(windows, g), routed.reshape(n, c, math.prod(routed.shape[2:])))
     return gx.reshape(n, c, h, w)

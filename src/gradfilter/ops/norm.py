@@ -35,8 +35,10 @@ def normalise(x_bar: Tensor, mu: Tensor, inverse: Tensor) -> Tensor:
 
 def check_norm(check: Check, g: Tensor, norm: FixedNorm, channels: int) -> None:
     """Check a norm's parameters and statistics."""
-    check.tensor("norm.mu", norm.mu)
-    check.tensor("norm.var", norm.var)
+    check.instance("norm", norm, FixedNorm)
+    check.number("norm.eps", norm.eps)
+    if norm.mu is None or norm.var is None:
+        check.refuse("norm", "without mu or var", "Give a mean and a variance for each channel.")
     for field in ("gamma", "mu", "var"):
         check.row(f"norm.{field}", getattr(norm, field), channels, g)
 
@@ -92,7 +94,8 @@ def check_train(
     """Check the arguments of `norm_train_gradients`."""
     n, channels, h, w = check.map("g", g)
     check.map("x_hat", x_hat, g)
-    check.shape("x_hat", x_hat, g.shape)
+    if x_hat.shape != g.shape:
+        check.refuse("x_hat", f"of shape {list(x_hat.shape)}", f"Give one of shape {list(g.shape)}.")
     check.tensor("inverse", inverse)
     check.device("inverse", inverse, g)
     batch, groups = inverse.shape == (channels,), inverse.dim() == 2 and len(inverse) == n
@@ -142,7 +145,7 @@ def norm_train_gradients(
         n, channels = total.shape
         is_batch = inverse.dim() == 1
         shared = n if is_batch else channels // inverse.shape[1]
-        share = make_areas(size, patch, g) / (shared * size[0] * size[1])
+        share = make_areas(size, patch, g) / (max(shared, 1) * size[0] * size[1])
         inverse = inverse if is_batch else inverse.repeat_interleave(shared, 1)
         scale = inverse if gamma is None else gamma * inverse
         offset, slope = (share_sums(sums * scale, shared, is_batch) for sums in (total, along))

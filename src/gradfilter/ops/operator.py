@@ -181,9 +181,11 @@ class Operator(Generic[P, R]):
         if kernel is not None and (self.adjoint is None or not needs_graph(args[0] if args else kwargs.get(self.first))):
             try:
                 result = run_kernel(kernel, args, kwargs)
-            except Exception:
+            except Exception as error:
                 self.verify(args, kwargs)
-                raise
+                if isinstance(error, MemoryError | RuntimeError):
+                    raise
+                result = None  # numbers that a task cannot hold, say
             if result is not None:
                 return result
         self.verify(args, kwargs)
@@ -235,7 +237,7 @@ class Operator(Generic[P, R]):
         for name, hint in self.hints.items():
             try:
                 args[name] = unflatten(hint, values)
-            except (InputError, TypeError, ValueError) as error:
+            except (InputError, TypeError, ValueError, IndexError, OverflowError) as error:
                 raise InputError(f"gradfilter::{self.name} got {name} of invalid values: {error}") from error
         return args
 
@@ -261,8 +263,9 @@ class Operator(Generic[P, R]):
 
     def fake(self, *flat: Any) -> Any:
         """Return tensors without values, as the reference gives them on shapes alone; sizes that are symbols become numbers."""
-        args, like = self.unpack(flat), find_first(flat)
+        args = self.unpack(flat)
         self.verify((), args)  # of the tensors themselves: shapes have lost their devices
+        like = find_first(flat)
         with _disable_current_modes():
             shapes = [to_shape(v) if isinstance(v, Tensor) else v for v in flat]
             found = self.pack_result(self.reference(**self.unpack(shapes)), shapes)  # type: ignore[call-arg]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradfilter.geometry.axes import AxisMatrix
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map, is_nhwc, over_map
-from gradfilter.ops.check import Check
+from gradfilter.ops.check import Check, is_whole
 from gradfilter.ops.constants import make_areas, to_tensor
 from gradfilter.ops.native import pooling as native
 from gradfilter.ops.operator import operator
@@ -18,14 +18,30 @@ from gradfilter.ops.operator import operator
 def check_layout(check: Check, name: str, x: Tensor, layout: Layout) -> Pair:
     """Check that x has the axes of a layout; return the size of its map."""
     check.tensor(name, x)
+    check.instance("layout", layout, Layout)
     if is_map(x, layout):
         return check.map(name, x)[2:]
-    if not 0 <= min(layout.rows, layout.columns) <= max(layout.rows, layout.columns) < x.dim() or 0 in x.shape[1:]:
+    check_axes_of(check, layout)
+    if max(layout.rows, layout.columns) >= x.dim() or 0 in x.shape[1:]:
         check.refuse(name, f"of shape {list(x.shape)}", f"Give one with rows and columns on axes {layout.axes}, not empty.")
     if layout.tokens and x.shape[layout.rows] != layout.prefix + layout.tokens[0] * layout.tokens[1]:
         wanted = f"{layout.prefix} + {layout.tokens[0]}·{layout.tokens[1]} tokens on axis {layout.rows}"
         check.refuse(name, f"of shape {list(x.shape)}", f"Give one with {wanted}.")
     return layout.size(x.shape)
+
+
+def check_axes_of(check: Check, layout: Layout) -> None:
+    """Check that a layout has two axes, or a size for the one that both are merged into."""
+    check.instance("layout", layout, Layout)
+    if layout.tokens is not None:
+        check.pair("layout.tokens", layout.tokens)
+    numbers = layout.rows, layout.columns, layout.prefix
+    if not all(map(is_whole, numbers)) or (layout.rows == layout.columns) != (layout.tokens is not None):
+        check.refuse(
+            "layout", f"= {layout}", "Give an axis for rows and one for columns, or one for both and its tokens (h, w)."
+        )
+    if min(numbers) < 0 or (layout.prefix and layout.tokens is None):
+        check.refuse("layout", f"= {layout}", "Give axes counted from the first, and a prefix of at least 0 to tokens alone.")
 
 
 def check_pixels(check: Check, x: Tensor, patch: Pair, layout: Layout = MAP) -> None:
@@ -38,6 +54,7 @@ def check_cells(check: Check, x_bar: Tensor, patch: Pair, size: Pair, layout: La
     """Check cells of a map of `size`."""
     check.pair("patch", patch)
     check.pair("size", size)
+    check_axes_of(check, layout)
     cells = count_cells(size, patch)
     if check_layout(check, "x_bar", x_bar, layout.with_size(cells)) != cells:
         check.refuse("x_bar", f"of shape {list(x_bar.shape)}", f"A map of {size} has {cells} patches of {patch}.")
@@ -121,6 +138,7 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
     """
     if patch == (1, 1):
         return x_bar
+    patch = min(patch[0], size[0]), min(patch[1], size[1])
     if not is_map(x_bar, layout):
         return over_map(x_bar, layout.with_size(count_cells(size, patch)), lambda cells: unpool(cells, patch, size))
     (n, c, h, w), (over, across) = x_bar.shape, patch

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradfilter.geometry.tiling import Pair, count_dtype
+from gradfilter.geometry.tiling import LIMIT, Pair, count_cells, count_dtype
 from gradfilter.ops.native.fused import NORM_ACT, are_rows, as_floats, is_known
 from gradfilter.ops.native.library import CHANNELS, call, can_run, is_plain, is_readable
 from gradfilter.ops.native.memory import empty
@@ -27,6 +27,8 @@ _MANY_INPUTS = 768
 """Input channels from which on torch is faster at kernels of one pixel."""
 _MANY_IN_STRIPS = 65
 """Input channels from which on it is at others, whose weights then no longer stay in the cache."""
+MOST_ZEROS = 1 << 16
+"""Zeros beside a map that anybody means: for more, there is no memory."""
 _UNPOOLED = (4, 8)
 """The unit of work where nothing is pooled."""
 
@@ -94,17 +96,29 @@ def prefers(kernel: str, w: Sequence[int], stride: Pair, out_size: Pair) -> bool
     return kernel == "depthwise" or w[1] < (_MANY_INPUTS if alone else _MANY_IN_STRIPS)
 
 
-@lru_cache(maxsize=4096)
 def find_fitting(
     x: tuple[int, ...], w: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int, out_size: Pair
 ) -> str | None:
     """Return the kernel for an input and a weight of these shapes and an output of this size, `None` where they do not fit."""
-    if len(w) != 4 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
+    if not isinstance(out_size, tuple):
         return None
-    if min(padding) < 0 or min(*stride, *dilation, *out_size) < 1:
+    return _find_fitting(x, w, groups, *stride, *padding, *dilation, *out_size)
+
+
+@lru_cache(maxsize=4096, typed=True)  # 1.0 is not 1 here
+def _find_fitting(x: tuple[int, ...], w: tuple[int, ...], groups: int, *places: int) -> str | None:
+    """Return what `find_fitting` does, for stride, padding, dilation and size one after the other."""
+    if len(w) != 4 or not all(type(n) is int for n in (groups, *places)):
         return None
-    ends = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True))
+    stride, padding, dilation, out_size = zip(places[::2], places[1::2], strict=True)
+    if groups < 1 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
+        return None
+    if min(padding) < 0 or min(*stride, *dilation, *out_size) < 1 or max(places) >= LIMIT:
+        return None
+    ends = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True)]
     h, width = (max(p, end - p - n) for end, p, n in zip(ends, padding, x[2:], strict=True))
+    if max(h, width) > MOST_ZEROS:
+        return None
     return find_kernel(w, x[1], stride, (h, width), dilation, groups)
 
 
@@ -125,7 +139,7 @@ def convolve(
     cells: Cells | None = None,
 ) -> Fused | None:
     """Return act(conv(x) · scale + shift + residual) with its patch means and slopes."""
-    if groups < 1 or not are_readable(x, w):
+    if not are_readable(x, w):
         return None
     kernel = find_fitting(x.shape, w.shape, stride, padding, dilation, groups, out_size)
     if kernel is None:
@@ -155,7 +169,10 @@ def run_kernel(
         return None
     y = empty(shape, torch.float32, torch.channels_last)
     end = Ending(bias, scale, shift, act, patch)
-    cells = make_cells(shape, end) if cells is None else cells
+    if cells is None:
+        cells = make_cells(shape, end)
+    elif not are_cells(cells, shape, act, patch):
+        return None
     where = stride, dilation, padding
     task, held = pack_task(kernel, x, x.shape, w, shape, end, residual, y, cells, *where)
     call(_TASKS[kernel], task, *held, residual, y, *cells)
@@ -174,17 +191,37 @@ def can_finish(shape: tuple[int, ...], residual: Tensor | None) -> bool:
     return is_plain(residual, shape) and ordered and min(shape) > 0
 
 
+@lru_cache(maxsize=4096)
+def find_cells(shape: tuple[int, ...], patch: Pair, kind: int) -> tuple[tuple[int, ...], torch.dtype | None] | None:
+    """Return the shape of the patch means of an output and the dtype of its slopes, as far as it has any."""
+    if patch == (1, 1):
+        return None
+    cells = (shape[0], shape[1], *count_cells((shape[2], shape[3]), patch))
+    return cells, (torch.float32 if is_smooth(Act(kind)) else count_dtype(patch)) if kind else None
+
+
 def make_cells(shape: Sequence[int], end: Ending) -> Cells:
     """Return new tensors for the patch means and slopes of an output, as far as it has any."""
-    patch = end.patch
-    if patch == (1, 1):
+    found = find_cells(tuple(shape), end.patch, end.act.kind)
+    if found is None:
         return NO_CELLS
-    cells = (shape[0], shape[1], -(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
+    cells, dtype = found
     mean = empty(cells, torch.float32, torch.channels_last)
-    if not end.act.kind:
-        return Cells(mean, None)
-    dtype = torch.float32 if is_smooth(end.act) else count_dtype(patch)
-    return Cells(mean, empty(cells, dtype, torch.channels_last))
+    return Cells(mean, None if dtype is None else empty(cells, dtype, torch.channels_last))
+
+
+def are_cells(cells: Cells, shape: tuple[int, ...], act: Act, patch: Pair) -> bool:
+    """Tell whether the library can write patch means and slopes to tensors: those are what `make_cells` makes."""
+    (mean, slope), found = cells, find_cells(shape, patch, act.kind)
+    if found is None or mean is None:
+        return found is mean is slope is None
+    wanted, dtype = found
+    last = torch.channels_last
+    if not (is_plain(mean, wanted) and mean.is_contiguous(memory_format=last)):
+        return False
+    if slope is None or dtype is None:
+        return slope is dtype is None
+    return is_plain(slope, wanted, dtype) and slope.is_contiguous(memory_format=last)
 
 
 def pack_task(

@@ -11,6 +11,7 @@ from gradfilter.geometry.tiling import Pair
 from gradfilter.ops.native.conv import (
     DENSE,
     DEPTHWISE,
+    are_cells,
     are_readable,
     can_convolve,
     can_finish,
@@ -54,7 +55,7 @@ def fits_expand(x: Tensor, w: Tensor, taps: Tensor, stride: Pair, padding: Pair,
     return (
         w.shape[1:] == (x.shape[1], *one)
         and is_plain(taps, (len(w), 1, *taps.shape[2:]))
-        and find_fitting(x.shape, w.shape, one, (0, 0), one, 1, hidden[2:]) == "dense"
+        and find_fitting(x.shape, w.shape, one, (0, 0), one, 1, (hidden[2], hidden[3])) == "dense"
         and find_fitting(hidden, taps.shape, stride, padding, dilation, len(w), out_size) == "depthwise"
     )
 
@@ -93,7 +94,10 @@ def expand(
     shape, out_shape, one, none = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size), (1, 1), (0, 0)
     if not (can_finish(shape, None) and can_finish(out_shape, None) and is_ending(middle, len(w)) and is_ending(end, len(w))):
         return None
-    cells = make_cells(shape, middle) if cells is None else cells
+    if cells is None:
+        cells = make_cells(shape, middle)
+    elif not are_cells(cells, shape, middle.act, middle.patch):
+        return None
     out = Fused(empty(out_shape, torch.float32, torch.channels_last), *make_cells(out_shape, end))
     first, held = pack_task("dense", x, x.shape, w, shape, middle, None, None, cells, one, one, none)
     where = stride, dilation, padding

@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from gradfilter.geometry.tiling import Pair, count_cells, count_dtype
 from gradfilter.ops.check import FLOATS
-from gradfilter.ops.native.library import DTYPES, call, is_plain, is_readable, is_row, run
+from gradfilter.ops.native.library import DTYPES, PLAIN, call, is_plain, is_readable, is_row, run
 from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.task import DOUBLE, FLOAT, INT32, INT64, MAP, POINTER, Record, Task
 from gradfilter.ops.native.values import SILU, Act, Fused, is_smooth
@@ -87,7 +87,8 @@ def norm_act(
     layout = memory_format(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=layout)
-    if out is not None and not (out.is_contiguous(memory_format=layout) and _is_apart(out, x) and _is_apart(out, residual)):
+    scale, shift = as_floats(scale), as_floats(shift)
+    if out is not None and not _is_target(out, layout, x, residual, scale, shift):
         return None
     y = empty(x.shape, x.dtype, layout) if out is None else out
     mean = slope = None
@@ -97,7 +98,6 @@ def norm_act(
         mean = empty(cells, x.dtype, layout)
         if act.kind:
             slope = empty(cells, x.dtype if is_smooth(act) else count_dtype(patch), layout)
-    scale, shift = as_floats(scale), as_floats(shift)
     run_pass(x, y, act, patch, scale=scale, shift=shift, residual=residual, mean=mean, slope=slope)
     if out is not None and not out.is_inference():
         increment_version(out)
@@ -105,21 +105,49 @@ def norm_act(
 
 
 def is_known(act: Act, patch: Pair) -> bool:
-    """Tell whether passes know an activation and count the pixels of a patch."""
-    h, w = patch
-    return 0 <= act.kind <= SILU.kind and min(h, w) > 0 and h * w <= _MOST_PIXELS
+    """Tell whether passes know an activation, whose bounds are numbers, and count the pixels of a patch."""
+    (h, w), (kind, lo, hi, _) = patch, act
+    known = type(kind) is int and 0 <= kind <= SILU.kind and lo == lo and hi == hi
+    return known and isinstance(patch, tuple) and type(h) is type(w) is int and h > 0 < w and h * w <= _MOST_PIXELS
 
 
 def are_rows(channels: int, *values: Tensor | None) -> bool:
     """Tell whether each of the values is one number per channel in main memory, or not there."""
     return all(  # of a list: half the time
-        [v is None or (v.shape == (channels,) and v.is_cpu and v.layout is torch.strided and v.dtype in FLOATS) for v in values]  # noqa: C419
+        [  # noqa: C419
+            v is None
+            or (
+                type(v) in PLAIN
+                and v.shape == (channels,)
+                and v.is_cpu
+                and v.layout is torch.strided
+                and v.dtype in FLOATS
+                and v.data_ptr() != 0
+            )
+            for v in values
+        ]
     )
 
 
-def _is_apart(out: Tensor, read: Tensor | None) -> bool:
-    """Tell whether no number of a dense map is overwritten before it is read: it is another one, or the target itself."""
-    return read is None or read is out or not 0 < abs(out.data_ptr() - read.data_ptr()) < out.nbytes
+def _is_target(out: Tensor, layout: torch.memory_format, x: Tensor, residual: Tensor | None, *rows: Tensor | None) -> bool:
+    """Tell whether y can go to a tensor: in memory like x, and nothing in it is overwritten before it is read.
+
+    Maps may be the target itself; rows are read to the end.
+    """
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    maps_apart = all(m is None or m.data_ptr() == begin or not _meets(m, begin, end) for m in (x, residual))
+    return (
+        out.is_contiguous(memory_format=layout)
+        and maps_apart
+        and not any(r is not None and _meets(r, begin, end) for r in rows)
+    )
+
+
+def _meets(read: Tensor, begin: int, end: int) -> bool:
+    """Tell whether a dense tensor has numbers between two addresses."""
+    return read.data_ptr() < end and begin < read.data_ptr() + read.nbytes
 
 
 def as_floats(values: Tensor | None) -> Tensor | None:

@@ -172,6 +172,6 @@ GF_STRUCT(gf_memory, GF_MEMORY_FIELDS);
 /* As many of `threads` as a call over `elements` numbers is worth. */
 int gf_useful_threads(int threads, int64_t elements);
 
-static inline int64_t gf_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t gf_ceil_div(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 
 #endif

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that the library computes on, by its own names for them."""
 
+PLAIN = (Tensor, Parameter)
+"""The classes of tensors whose memory holds their numbers."""
 CHANNELS = 16
 """`GF_CHANNELS` of kernels.h: the widest vector of any level of the instruction set."""
 
@@ -155,14 +157,14 @@ def is_readable(x: Tensor) -> bool:
         and x.dtype in DTYPES
         and x.is_cpu
         and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
-        and x.numel() > 0
+        and x.data_ptr() != 0  # that of an empty tensor is 0, and of one whose memory was freed or is not written out
         and not x.is_neg()
     )
 
 
 def is_here(x: Tensor) -> bool:
     """Tell whether the numbers of a tensor are in main memory as it shows: a subclass's may be elsewhere, a view's negated."""
-    return type(x) in (Tensor, Parameter) and x.layout is torch.strided and x.is_cpu and not x.is_neg()
+    return type(x) in PLAIN and x.layout is torch.strided and x.is_cpu and x.data_ptr() != 0 and not x.is_neg()
 
 
 def is_plain(x: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> bool:
@@ -171,8 +173,8 @@ def is_plain(x: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.
 
 
 def is_row(x: Tensor | None) -> bool:
-    """Tell whether the library can read one number per channel as they are: dense float32, or none."""
-    return x is None or (is_here(x) and x.dtype is torch.float32 and x.is_contiguous())
+    """Tell whether the library can read one of the rows that `fused.are_rows` as it is: dense float32, or none."""
+    return x is None or (x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg())
 
 
 def call(task: Task, packed: bytes, *tensors: Tensor | None) -> int:

@@ -159,8 +159,13 @@ int GF_LEVEL(gf_max_pool)(const gf_max_pool *t, int threads) {
     return gf_parallel(run_unit, &p, m->n * gf_ceil_div(m->h, m->ph), threads, scratch);
 }
 
-#define ADD(type) \
-    for (int64_t i = 0; i < t->c; i++) gx[i] += g[i] * (float)((const type *)t->winners + at)[i]
+/* Where nothing was won, nothing is added: a gradient that is not finite stays where it belongs. */
+#define ADD(type)                                            \
+    const type *restrict won = (const type *)t->winners + at; \
+    for (int64_t i = 0; i < t->c; i++) {                      \
+        const float count = (float)won[i], all = g[i] * count; \
+        gx[i] += count != 0 ? all : 0;                        \
+    }
 
 static void run_route(const void *argument, int64_t image, void *scratch) {
     (void)scratch;
@@ -178,12 +183,13 @@ static void run_route(const void *argument, int64_t image, void *scratch) {
         for (int64_t k = 0; k < t->places; k++) {
             const int64_t at = (cell * t->places + k) * t->c;
             float *restrict gx = t->gx + (image * t->in_cells + target[k]) * t->c;
-            if (t->count_bytes == 1)
-                ADD(uint8_t);
-            else if (t->count_bytes == 2)
-                ADD(int16_t);
-            else
-                ADD(int32_t);
+            if (t->count_bytes == 1) {
+                ADD(uint8_t)
+            } else if (t->count_bytes == 2) {
+                ADD(int16_t)
+            } else {
+                ADD(int32_t)
+            }
         }
     }
 }

@@ -79,14 +79,17 @@ def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
 def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor | None:
     """Return the sums over input cells of g times the counts of winners."""
     n, c, h, w = g.shape
-    named, target, in_cells = winners.dim() == 4, find_target(windows, g), windows.in_cells
+    if not (is_readable(g) and g.dtype is torch.float32 and (h, w) == windows.out_cells and is_here(winners)):
+        return None
+    named = winners.dim() == 4 and windows.out_patch == (1, 1)  # else these are counts, and have another shape
     places = windows.reach[0] * windows.reach[1]
     shape = (n, c, h, w) if named else (n, c, h, w, places)
-    if not (is_readable(g) and g.dtype is torch.float32 and (h, w) == windows.out_cells and winners.shape == shape):
+    if winners.shape != shape or (winners.dtype is not torch.uint8 if named else winners.dtype not in COUNTS):
         return None
     order = winners.permute(0, 2, 3, 1) if named else winners.permute(0, 2, 3, 4, 1)
-    if not (is_here(winners) and winners.dtype in COUNTS and order.is_contiguous()):
+    if not order.is_contiguous():
         return None
+    target, in_cells = find_target(windows, g), windows.in_cells
     g = g.contiguous(memory_format=torch.channels_last)
     gx = torch.zeros(n, *in_cells, c, dtype=torch.float32, device="cpu")
     size = (n, c, h * w, in_cells[0] * in_cells[1], places, 0 if named else winners.element_size())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, is_map
+from gradfilter.geometry.tiling import LIMIT, MAP, Layout, Pair, count_cells, is_map
 from gradfilter.ops.check import COUNTS
 from gradfilter.ops.native import task as tasks
 from gradfilter.ops.native.fused import memory_format, run_pass
@@ -30,19 +30,26 @@ def pool_sum(x: Tensor, patch: Pair, layout: Layout = MAP) -> Tensor | None:
 
 def _pool(x: Tensor, patch: Pair, layout: Layout, *, sums: bool) -> Tensor | None:
     over, across = patch
-    if not (is_readable(x) and is_map(x, layout) and min(over, across) > 0):
+    if not (is_readable(x) and is_map(x, layout) and _is_patch(patch, over, across)):
         return None
+    n, c, h, w = x.shape
     if over == across == 1:
         return x
-    n, c, h, w = x.shape
     cells = empty((n, c, *count_cells((h, w), patch)), x.dtype, memory_format(x))
     run_pass(x, None, IDENTITY, patch, mean=cells, sums=sums)
     return cells
 
 
+def _is_patch(patch: Pair, over: int, across: int) -> bool:
+    """Tell whether the two numbers of a patch are ones that the library computes with."""
+    return isinstance(patch, tuple) and type(over) is type(across) is int and 0 < over < LIMIT and 0 < across < LIMIT
+
+
 def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tensor | None:
     """Repeat each cell of x_bar [N, C, H', W'] over its patch, up to a map of `size`."""
-    if not (is_readable(x_bar) and is_map(x_bar, layout) and min(patch) > 0 and x_bar.shape[2:] == count_cells(size, patch)):
+    if not (is_readable(x_bar) and is_map(x_bar, layout) and _is_patch(patch, *patch) and _is_patch(size, *size)):
+        return None
+    if x_bar.shape[2:] != count_cells(size, patch):
         return None
     if patch == (1, 1):
         return x_bar
@@ -66,7 +73,9 @@ def scale_by_counts(
     """Return g · (low + (high − low) · count / |I|)."""
     if patch == (1, 1) or not can_scale(g, count) or not is_map(g, layout):
         return None
-    if min(patch) < 1 or g.shape[2:] != count_cells(size, patch):
+    if not (isinstance(slopes, tuple) and _is_patch(patch, *patch) and _is_patch(size, *size)):
+        return None
+    if g.shape[2:] != count_cells(size, patch):
         return None
     gx = torch.empty_like(g)
     kind = (not g.is_contiguous(), DTYPES[g.dtype])

@@ -29,7 +29,10 @@ class Act(NamedTuple):
 
 def act_from(numbers: Sequence[float]) -> Act:
     """Return the activation with these numbers."""
-    return Act(int(numbers[0]), *numbers[1:])
+    kind = int(numbers[0])
+    if kind != numbers[0]:
+        raise ValueError(f"an activation's kind is a whole number, not {numbers[0]}")
+    return Act(kind, *numbers[1:])
 
 
 CLAMP, LEAKY = 1, 2
