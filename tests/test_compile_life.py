@@ -26,6 +26,8 @@ ALL = gf.Plan.all(gf.Backward(grid=2))
 LAST = gf.Plan.last(2, gf.Backward(patch=2))
 PLANS = {"all": ALL, "last": LAST}
 Call = Callable[..., Any]
+# Dynamo asks every tensor that a function is given for its gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
 @pytest.fixture(autouse=True)

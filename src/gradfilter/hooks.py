@@ -25,7 +25,7 @@ from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.geometry.tiling import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.keep import FULL, State
-from gradfilter.marks import OUTPUT, Owner, drop_key, make_key, mark, mark_input, refuse
+from gradfilter.marks import OUTPUT, Owner, check_not_traced, drop_key, make_key, mark, mark_input
 from gradfilter.ops.operator import is_recorded
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
@@ -129,8 +129,7 @@ class WholeModel(Hook):
         if is_dynamo_compiling():  # as a part of something larger that is compiled; a model alone has its hooks called
             return None if self.applied.paused else mark_input(self.key, args, kwargs, is_image)
         if torch.is_grad_enabled() and not self.applied.paused:
-            if torch.jit.is_tracing() or (is_recorded() and torch.compiler.is_exporting()):
-                refuse()
+            check_not_traced()
             for value in (*args, *kwargs.values()):
                 if is_image(value):
                     self.applied.image = map_size(value)

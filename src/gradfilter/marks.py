@@ -67,7 +67,15 @@ def find_hook(key: str) -> Any:
 
 def mark(x: Tensor, key: str) -> Tensor:
     """Leave a mark on x in the graph that is being captured."""
+    if torch.compiler.is_exporting():
+        refuse()
     return torch.ops.gradfilter.mark(x, key)
+
+
+def check_not_traced() -> None:
+    """Refuse to run a model under a plan for `torch.export` or `torch.jit.trace`, which run its hooks as they are."""
+    if torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch._C._len_torch_dispatch_stack()):
+        refuse()
 
 
 def mark_input(
@@ -121,6 +129,5 @@ def forget_compiled() -> None:
     was taken off. Which compiled code holds a given model, perhaps inlined into a function, nobody can tell.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    convert_frame = getattr(dynamo, "convert_frame", None)
-    if dynamo is not None and convert_frame is not None and convert_frame.input_codes.seen:
+    if dynamo is not None and hasattr(dynamo, "reset_code_caches"):  # else it is being imported
         dynamo.reset_code_caches()

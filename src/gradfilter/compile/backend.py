@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_code_exec_strategy  # type: ignore[attr-defined]
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo import trace_rules
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx import GraphModule
 
+from gradfilter import hooks, marks
 from gradfilter.compile.capture import Capture
-from gradfilter.deferred import Handle
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
-from gradfilter.hooks import Frozen, FrozenLayer, FrozenStatistics, PlannedLayer, WholeModel
 from gradfilter.tensor import PatchTensor
 
 try:
@@ -32,6 +31,8 @@ except ImportError:
 
 
 logger = logging.getLogger(__name__)
+ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe regions rules spectrum tensor".split()
+"""The modules and packages that run as they are, wherever they are called from."""
 MOST_SHAPES = 8
 """How many shapes of the input a user may name."""
 Shape = tuple[int, ...]
@@ -152,16 +153,20 @@ def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[...
 def let_engine_run() -> None:
     """Keep Dynamo from capturing what the eager engine does: it would compile a hundred small graphs of no use.
 
-    Hooks that are inlined leave marks all the same. What a hook, or a torch function on tensors of this package, calls in turn
-    runs as it is, too.
+    Hooks are inlined where a model is captured: there they leave marks. Whoever calls them otherwise runs them as they are.
     """
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for kind in (WholeModel, PlannedLayer, Frozen, FrozenLayer, FrozenStatistics):
-        set_code_exec_strategy(kind.__call__.__code__, skip)
-    others = WholeModel.look_back, FrozenStatistics.restore, PatchTensor.__torch_function__, FrozenTensor.__torch_function__
-    for function in others:
-        set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
-    torch._dynamo.config.nontraceable_tensor_subclasses.update((Handle, PatchTensor, DeferredTensor, FrozenTensor))
+    for name in ENGINE:
+        trace_rules.add(f"gradfilter.{name}")
+    for module in (hooks, marks):
+        trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(module.__file__))
+    for trace_numpy in (False, True):  # a setting of Dynamo, which has a table for each of its values
+        table = VariableBuilder._type_dispatch_impl(trace_numpy)
+        table.update(dict.fromkeys((PatchTensor, DeferredTensor, FrozenTensor), skip_frame))
+
+
+def skip_frame(builder: VariableBuilder, value: Any) -> Any:
+    """Let a function that meets a tensor of the eager engine run as it is: behind a break in the graph, say."""
+    raise SkipFrame(f"a {type(value).__name__} is for the eager engine of gradfilter")
 
 
 let_engine_run()
