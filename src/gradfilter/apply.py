@@ -21,6 +21,7 @@ from gradfilter.hooks import (
     find_states,
 )
 from gradfilter.keep import State
+from gradfilter.marks import forget_compiled
 from gradfilter.plan import Plan, resolve
 
 
@@ -97,6 +98,7 @@ def freeze(model: nn.Module, plan: Plan, is_exact: bool) -> Applied:
     Frozen(applied).attach(model)
     for name in resolved.frozen_norms:
         FrozenStatistics(applied).attach(model.get_submodule(name))
+    forget_compiled()
     return applied
 
 
@@ -150,9 +152,12 @@ def remove_(model: nn.Module) -> nn.Module:
         The same model.
     """
     here = set(model.parameters())
-    for hook in [hook for module in model.modules() for hook in find_hooks(module)]:
+    hooks = [hook for module in model.modules() for hook in find_hooks(module)]
+    for hook in hooks:
         hook.detach()
         for parameter in here.intersection(hook.applied.frozen):
             parameter.requires_grad_(True)
         hook.applied.frozen = [p for p in hook.applied.frozen if p not in here]
+    if hooks:
+        forget_compiled()
     return model

@@ -40,7 +40,8 @@ def describe(model: nn.Module) -> str:
     rows += [(name, "-", "-", "-", names) for name, names in trained.items()]
     if all(layers[name].keep == FULL for name in planned):
         rows = [(*row[:3], row[4]) for row in rows]
-    title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, {rest}"
+    compiled = ", compiled" if applied.compiled else ""
+    title = f"{type(model).__name__}: {count(coarse, 'layer')} at patch resolution, {rest}{compiled}"
     return "\n".join([title, *make_lines(rows), *describe_regions(applied.log)])
 
 

@@ -53,6 +53,14 @@ class MissingExtraError(GradFilterError, ImportError):
     """Report an optional package that a feature needs and that is not installed."""
 
 
+class CompileError(GradFilterError, RuntimeError):
+    """Report a model under a plan that was compiled, exported or traced in a way that would lose the plan."""
+
+
+class NotCompilableError(GradFilterError, RuntimeError):
+    """Tell the backend why a captured graph has no program: it then runs eagerly."""
+
+
 class TrunkWarning(UserWarning):
     """Warn that a plan asks for a trunk in bfloat16 on a processor without instructions for it: right, but slower."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +25,7 @@ from gradfilter.errors import ExitWarning, InputError
 from gradfilter.frozen import FrozenTensor, can_freeze, freeze_map, give
 from gradfilter.geometry.tiling import MAP, PIXELS, Layout, Pair, make_pair, map_size
 from gradfilter.keep import FULL, State
+from gradfilter.marks import OUTPUT, Owner, check_not_traced, drop_key, make_key, mark, mark_input
 from gradfilter.ops.operator import is_recorded
 from gradfilter.plan import MOST_PREFIX, Backward, Conv, Plan, Resolved
 from gradfilter.regions import Choices, Log, count_inner_frames
@@ -44,6 +46,8 @@ class Applied:
         patches: The patch of each planned layer that ran at patch resolution.
         exact: Why a planned layer that saw a map or tokens ran exactly.
         paused: Whether layers run with torch's own backward for a while, see `exactly`.
+        compiled: The shapes of the inputs with which each graph that was captured of the model was compiled first, by the
+            marks in it; empty where nothing was compiled.
     """
 
     plan: Plan
@@ -55,27 +59,58 @@ class Applied:
     patches: dict[str, Pair] = field(default_factory=dict)
     exact: dict[str, str] = field(default_factory=dict)
     paused: bool = False
+    compiled: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: it is not compiled."""
+        return {**self.__dict__, "compiled": {}}
 
 
 @dataclass
 class Hook(ABC):
-    """What `apply_` leaves on a module. A class at module level, so that models still copy and pickle."""
+    """What `apply_` leaves on a module. A class at module level, so that models still copy and pickle.
+
+    Attributes:
+        applied: The record that all hooks of a plan share.
+        handles: What takes the hook off again.
+        key: What its marks are called.
+        owner: The module it is on.
+    """
 
     applied: Applied
     handles: list[RemovableHandle] = field(default_factory=list, kw_only=True)
+    key: str = field(default="", kw_only=True, compare=False)
+    owner: Owner = field(default=Owner(None), kw_only=True, repr=False, compare=False)
 
     def attach(self, module: nn.Module) -> None:
         """Put the hook in front of a module's forward."""
         self.handles.append(module.register_forward_pre_hook(self, with_kwargs=True))
+        self.owner, self.key = Owner(module), make_key(self, self.name)
+
+    @property
+    def name(self) -> str:
+        """What to call the hook in a graph."""
+        return type(self).__name__
 
     @abstractmethod
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run before the module's forward."""
+        """Run before the module's forward, or leave a mark in the graph that `torch.compile` captures."""
+
+    def act(self, key: str, x: Tensor) -> Any:
+        """Do to a tensor what the hook does where `torch.compile` has left its mark."""
+        result = self(self.owner.find(), (x,), {})  # type: ignore[arg-type]
+        return x if result is None else result[0][0]
 
     def detach(self) -> None:
         """Take the hook off again."""
+        drop_key(self.key)
         for handle in self.handles:
             handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill a copy, which has marks of its own."""
+        self.__dict__.update(state)
+        self.key = make_key(self, self.name)
 
 
 @dataclass
@@ -90,16 +125,30 @@ class WholeModel(Hook):
         super().attach(module)
         self.handles.append(module.register_forward_hook(self.look_back))
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_dynamo_compiling():  # as a part of something larger that is compiled; a model alone has its hooks called
+            return None if self.applied.paused else mark_input(self.key, args, kwargs, is_image)
         if torch.is_grad_enabled() and not self.applied.paused:
+            check_not_traced()
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.dim() == 4:
+                if is_image(value):
                     self.applied.image = map_size(value)
                     break
             self.applied.log.start()
+        return None
+
+    def act(self, key: str, x: Tensor) -> Any:
+        if key == self.key:
+            return super().act(key, x)
+        y = self.look_back(self.owner.find(), None, x)  # type: ignore[arg-type]
+        return x if y is None else y
 
     def look_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Find what the user should know; return features as plain tensors, which is what the user expects."""
+        if is_dynamo_compiling():
+            if self.applied.paused:
+                return None
+            return tree_map_only(Tensor, lambda y: mark(y, self.key + OUTPUT), output)
         self.applied.log.finish()
         if not torch.is_grad_enabled() or self.applied.paused or is_recorded():
             return None
@@ -131,6 +180,11 @@ class WholeModel(Hook):
                     log.bypasses.setdefault((node.choices.layer, name), reason)
             for (layer, name), reason in log.bypasses.items():
                 log.note(layer, name, reason)
+
+
+def is_image(x: Any) -> bool:
+    """Tell whether an input of the model is a batch of maps."""
+    return isinstance(x, Tensor) and x.dim() == 4
 
 
 def make_plain(x: Handle) -> Tensor:
@@ -179,11 +233,17 @@ class PlannedLayer(Hook):
     images: dict[Pair, Pair] = field(default_factory=dict)
     state: State = field(default_factory=State)
 
+    @property
+    def name(self) -> str:
+        return self.layer or "(model)"
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.applied.paused:
             return None
+        if is_dynamo_compiling():
+            return mark_input(self.key, args, kwargs)
         with torch._C.DisableTorchFunction():  # what a hook does is no call of the model's: modes need not know
             key = None if args else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), "input")
             x = args[0] if key is None else kwargs.get(key)
@@ -322,7 +382,7 @@ class FrozenLayer(Hook):
     """Forward pre-hook on a frozen convolution: from a plain tensor on, the frozen part runs on FrozenTensors."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.applied.paused or not torch.is_grad_enabled() or len(args) != 1:
+        if self.applied.paused or is_dynamo_compiling() or not torch.is_grad_enabled() or len(args) != 1:
             return None
         x, trunk = args[0], self.applied.plan.trunk
         return ((freeze_map(x, trunk),), kwargs) if type(x) is Tensor and can_freeze(x, trunk) else None
@@ -338,13 +398,16 @@ class FrozenStatistics(Hook):
         super().attach(module)
         self.handles.append(module.register_forward_hook(self.restore, always_call=True))
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_dynamo_compiling():
+            return mark_input(self.key, args, kwargs)
         self.was_training = module.training
         module.__dict__["training"] = False  # as `train()` would, only that a network has many of these
+        return None
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         """Give the module its mode back after its forward, also after one that failed."""
-        if self.was_training is not None:
+        if not is_dynamo_compiling() and self.was_training is not None:
             module.__dict__["training"], self.was_training = self.was_training, None
 
 

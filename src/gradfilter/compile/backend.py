@@ -1,0 +1,172 @@
+"""What `torch.compile(model, backend="gradfilter")` calls with each graph that Dynamo captures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import trace_rules
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.variables.builder import VariableBuilder
+from torch.fx import GraphModule
+
+from gradfilter import hooks, marks
+from gradfilter.compile.capture import Capture
+from gradfilter.emit import DeferredTensor
+from gradfilter.errors import NotCompilableError, SettingsError
+from gradfilter.frozen import FrozenTensor
+from gradfilter.tensor import PatchTensor
+
+try:
+    from gradfilter.compile.programs import make_program  # type: ignore[import-not-found]
+except ImportError:
+
+    def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return no program."""
+        return None
+
+
+logger = logging.getLogger(__name__)
+ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe regions rules spectrum tensor".split()
+"""The modules and packages that run as they are, wherever they are called from."""
+MOST_SHAPES = 8
+"""How many shapes of the input a user may name."""
+Shape = tuple[int, ...]
+
+
+def gradfilter(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Compile a graph of a model under a plan: a backend of `torch.compile`.
+
+    What is compiled is the graph with inputs of certain shapes: those that the user names, else the first ones that it is
+    called with. Inputs of other shapes run eagerly under the same plan. So whether a batch runs compiled depends on its shape
+    and on the plan.
+
+    Args:
+        gm: The graph.
+        example_inputs: What it will be called with.
+        options: May have "shapes", a list of shapes of the network's input, as in
+            `torch.compile(model, backend="gradfilter", options={"shapes": [(8, 3, 224, 224), (1, 3, 224, 224)]})`.
+    """
+    shapes = read_options(options or {})
+    capture = Capture(gm, example_inputs)
+    if not capture.keys:
+        return gm.forward  # no plan: torch's own functions
+    if not capture.planned:
+        return capture.run  # frozen layers alone
+    return Programs(capture, gm, shapes)
+
+
+def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
+    """Return the shapes that a user names."""
+    unknown = set(options) - {"shapes"}
+    if unknown:
+        raise SettingsError(f"the backend \"gradfilter\" got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …].")
+    shapes = options.get("shapes", ())
+    try:
+        named = frozenset(tuple(int(n) for n in shape) for shape in shapes)
+    except TypeError:
+        raise SettingsError(f"the option shapes is {shapes!r}. It takes a list of shapes, as [(8, 3, 224, 224)].") from None
+    if len(named) > MOST_SHAPES:
+        raise SettingsError(f"the option shapes names {len(named)} shapes. Each has a program of its own: name {MOST_SHAPES} at most.")
+    return named
+
+
+class Programs:
+    """A captured graph that runs as a program for some shapes of its inputs, and eagerly for all others."""
+
+    def __init__(self, capture: Capture, gm: GraphModule, named: frozenset[Shape]) -> None:
+        """Start without programs.
+
+        Args:
+            capture: The graph.
+            gm: The same as Dynamo has captured it.
+            named: The shapes of the network's input that the user names; where there are none, the first ones are compiled.
+        """
+        self.capture, self.named = capture, named
+        places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        # All shapes in a graph follow from its symbols, which Dynamo passes as numbers. Most often there are none.
+        self.symbols = [i for i, node in enumerate(places) if isinstance(node.meta.get("example_value"), torch.SymInt)]
+        static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
+        self.data = [i for i, kind in enumerate(static) if kind is None]
+        self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self.lock = threading.Lock()
+        self.told = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph."""
+        symbols = tuple([inputs[i] for i in self.symbols])
+        program = self.programs.get(symbols)
+        if program is None:
+            program = self.find(symbols, inputs)
+        return program(*inputs)
+
+    def find(self, symbols: tuple[int, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs inputs that have no program yet."""
+        shapes = tuple(tuple(inputs[i].shape) for i in self.data if isinstance(inputs[i], Tensor))
+        if not self.is_compiled_for(shapes):
+            return self.capture.run
+        with self.lock:
+            if symbols not in self.programs:
+                self.programs[symbols] = make_program_or_run(self.capture, inputs)
+        return self.programs[symbols]
+
+    def is_compiled_for(self, shapes: tuple[Shape, ...]) -> bool:
+        """Tell whether inputs of these shapes are compiled; say so once where they are not."""
+        if self.named:
+            found, compiled_for = not self.named.isdisjoint(shapes), tuple(self.named)
+        else:
+            # Kept with the plan and not here: what makes Dynamo capture the graph again, a layer that is thawed say, is no
+            # reason to compile another shape.
+            compiled = self.capture.find_applied().compiled
+            compiled_for = compiled.setdefault((torch.is_grad_enabled(), *self.capture.keys), shapes)
+            found = compiled_for == shapes
+        if not found and not self.told:
+            self.told = True
+            logger.warning(
+                "inputs of shapes %s run eagerly, and slower: compiled are %s. Name the shapes to compile: "
+                'torch.compile(model, backend="gradfilter", options={"shapes": [...]}).',
+                describe_shapes(shapes),
+                describe_shapes(compiled_for),
+            )
+        return found
+
+
+def describe_shapes(shapes: Sequence[Shape]) -> str:
+    """Return shapes as text."""
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a program for a graph with inputs of these shapes; where it has none, say why, and let it run eagerly."""
+    try:
+        program = make_program(capture, inputs)
+    except NotCompilableError as error:
+        logger.warning("a captured graph runs eagerly, with right gradients, but slower: %s", error)
+        return capture.run
+    return capture.run if program is None else program
+
+
+def let_engine_run() -> None:
+    """Keep Dynamo from capturing what the eager engine does: it would compile a hundred small graphs of no use.
+
+    Hooks are inlined where a model is captured: there they leave marks. Whoever calls them otherwise runs them as they are.
+    """
+    for name in ENGINE:
+        trace_rules.add(f"gradfilter.{name}")
+    for module in (hooks, marks):
+        trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(module.__file__))
+    for trace_numpy in (False, True):  # a setting of Dynamo, which has a table for each of its values
+        table = VariableBuilder._type_dispatch_impl(trace_numpy)
+        table.update(dict.fromkeys((PatchTensor, DeferredTensor, FrozenTensor), skip_frame))
+
+
+def skip_frame(builder: VariableBuilder, value: Any) -> Any:
+    """Let a function that meets a tensor of the eager engine run as it is: behind a break in the graph, say."""
+    raise SkipFrame(f"a {type(value).__name__} is for the eager engine of gradfilter")
+
+
+let_engine_run()
