@@ -45,10 +45,6 @@ class CheckpointError(GradFilterError, RuntimeError):
     """Report a checkpoint that cannot be written, cannot be read, or belongs to another run."""
 
 
-class CompileError(GradFilterError, RuntimeError):
-    """Report why a graph cannot be compiled into a program; it then runs eagerly."""
-
-
 class MissingExtraError(GradFilterError, ImportError):
     """Report an optional package that a feature needs and that is not installed."""
 

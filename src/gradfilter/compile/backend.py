@@ -16,19 +16,11 @@ from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
 from gradfilter.compile.capture import Capture
+from gradfilter.compile.programs import make_program
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
 from gradfilter.tensor import PatchTensor
-
-try:
-    from gradfilter.compile.programs import make_program  # type: ignore[import-not-found]
-except ImportError:
-
-    def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return no program."""
-        return None
-
 
 logger = logging.getLogger(__name__)
 ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe regions rules spectrum tensor".split()
@@ -38,7 +30,9 @@ MOST_SHAPES = 8
 Shape = tuple[int, ...]
 
 
-def gradfilter(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def gradfilter(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Compile a graph of a model under a plan: a backend of `torch.compile`.
 
     What is compiled is the graph with inputs of certain shapes: those that the user names, else the first ones that it is
@@ -64,14 +58,18 @@ def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
     """Return the shapes that a user names."""
     unknown = set(options) - {"shapes"}
     if unknown:
-        raise SettingsError(f"the backend \"gradfilter\" got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …].")
+        raise SettingsError(
+            f"the backend \"gradfilter\" got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …]."
+        )
     shapes = options.get("shapes", ())
     try:
         named = frozenset(tuple(int(n) for n in shape) for shape in shapes)
     except TypeError:
         raise SettingsError(f"the option shapes is {shapes!r}. It takes a list of shapes, as [(8, 3, 224, 224)].") from None
     if len(named) > MOST_SHAPES:
-        raise SettingsError(f"the option shapes names {len(named)} shapes. Each has a program of its own: name {MOST_SHAPES} at most.")
+        raise SettingsError(
+            f"the option shapes names {len(named)} shapes. Each has a program of its own: name {MOST_SHAPES} at most."
+        )
     return named
 
 

@@ -8,21 +8,58 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.fx import Graph, Interpreter
+from torch.fx import Graph
 
-from gradfilter.carriers import coarse
+from gradfilter.compile.capture import Capture
 from gradfilter.compile.cut import cut
 from gradfilter.compile.passes.clean import erase_dead, erase_same, make_functional
 from gradfilter.compile.passes.fuse import fuse_expansions, fuse_passes
 from gradfilter.compile.program import Program, Source
 from gradfilter.compile.record import Buffer, View, record
 from gradfilter.compile.trace import lay_out, trace
-from gradfilter.errors import DoubleBackwardError
+from gradfilter.errors import DoubleBackwardError, NotCompilableError
+from gradfilter.ops.native.library import load
 
 JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional)
 """Passes over the graph of a whole step, in order."""
 FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, fuse_expansions, erase_dead)
 """Passes over the forward graph, in order."""
+
+
+def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+    """Return what runs a captured graph as a program, for inputs of these shapes; `None` where the C library is not there.
+
+    Args:
+        capture: The graph.
+        inputs: What it is called with first: tensors, and numbers that stay what they are.
+
+    Raises:
+        NotCompilableError: Something in the graph cannot be compiled.
+    """
+    places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    tensors = [inputs[i] for i in places]
+    check_tensors(tensors)
+    if load() is None:
+        return None
+    rest = list(inputs)
+
+    def run(*given: Tensor) -> Sequence[Any]:
+        """Run the graph on tensors."""
+        for i, x in zip(places, given, strict=True):
+            rest[i] = x
+        return capture.run(*rest)
+
+    compiled = Compiled(run, tensors)
+    return lambda *given: compiled(*[given[i] for i in places])
+
+
+def check_tensors(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that programs cannot read."""
+    for x in tensors:
+        if not x.is_cpu or x.layout is not torch.strided:
+            raise NotCompilableError(
+                f"a tensor is on {x.device} in the layout {x.layout}. Programs run on the CPU on dense tensors."
+            )
 
 
 class Compiled:
@@ -32,7 +69,7 @@ class Compiled:
         """Record, cut, fuse and lower a step.
 
         Raises:
-            CompileError: Something in the model cannot be compiled.
+            NotCompilableError: Something in the model cannot be compiled.
         """
         joint = trace(run, inputs)
         for edit in JOINT_PASSES:

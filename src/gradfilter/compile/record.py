@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gradfilter.errors import CompileError
+from gradfilter.errors import NotCompilableError
 from gradfilter.geometry.tiling import is_nhwc
 from gradfilter.ops.native.library import RECORDING
 from gradfilter.ops.native.memory import plain_memory
@@ -127,12 +127,14 @@ class Recorder(TorchDispatchMode):
         self.places: list[tuple[int, int]] = []
         self.node = ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Return what an operator returns, as far as shapes tell."""
         kwargs = kwargs or {}
         func = VIEWS.get(func, func)
         if torch.Tag.data_dependent_output in func.tags or func is aten._local_scalar_dense.default:
-            raise CompileError(f"{func} reads the values of a tensor, which no program can know beforehand.")
+            raise NotCompilableError(f"{func} reads the values of a tensor, which no program can know beforehand.")
         schema = func._schema
         if func in EMPTY:
             return self.make_blank(func(*args, **kwargs))
@@ -143,7 +145,7 @@ class Recorder(TorchDispatchMode):
             written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
             names = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema.arguments)}
             if torch.Tag.inplace_view in func.tags or len(schema.returns) > 1:
-                raise CompileError(f"{func} changes more than the values of one tensor.")
+                raise NotCompilableError(f"{func} changes more than the values of one tensor.")
             return names[written[0]] if schema.returns else None
         found = func(*tree_map_only(Tensor, to_shape, args), **on_shapes(kwargs))
         made = [found] if isinstance(found, Tensor) else list(found)
@@ -256,7 +258,7 @@ def record(graph: Graph, inputs: Sequence[Tensor], owner: GraphModule) -> tuple[
         The steps, and the tensors that stood for the results.
 
     Raises:
-        CompileError: Something in it reads values of tensors.
+        NotCompilableError: Something in it reads values of tensors.
     """
     recorder, values = Recorder(), {}
     tape = recorder.tape
@@ -305,4 +307,3 @@ def run_node(node: Node, values: dict[Node, Any], tape: Tape) -> Any:
         found = list(flatten(made.result, made._run((), given)))
         return found[0] if len(found) == 1 else found
     return node.target(*args, **kwargs)  # type: ignore[operator]
-

@@ -14,7 +14,7 @@ from torch.library import Library, register_fake
 from torch.nn import Parameter
 
 from gradfilter.deferred import plain_torch
-from gradfilter.errors import CompileError
+from gradfilter.errors import NotCompilableError
 from gradfilter.tensor import is_live, leave
 
 _LIBRARY = Library("gradfilter", "FRAGMENT")
@@ -52,11 +52,11 @@ def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
         inputs: Its inputs: parameters, buffers and images. They are not changed.
 
     Raises:
-        CompileError: An input or an output is no tensor.
+        NotCompilableError: An input or an output is no tensor.
     """
     for i, x in enumerate(inputs):
         if not isinstance(x, Tensor):
-            raise CompileError(f"input {i} of the graph is a {type(x).__name__}, where programs take tensors alone.")
+            raise NotCompilableError(f"input {i} of the graph is a {type(x).__name__}, where programs take tensors alone.")
     trained = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
     differentiable: list[int] = []
 
@@ -90,7 +90,7 @@ def lay_out(x: Tensor) -> Tensor:
 def end_region(y: Any) -> Tensor:
     """Return an output of the model as a plain tensor."""
     if not isinstance(y, Tensor):
-        raise CompileError(f"an output of the graph is a {type(y).__name__}, where programs return tensors alone.")
+        raise NotCompilableError(f"an output of the graph is a {type(y).__name__}, where programs return tensors alone.")
     with plain_torch():
         return leave(y) if is_live(y) else y
 

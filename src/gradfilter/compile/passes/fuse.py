@@ -113,7 +113,9 @@ def find_pass(start: Node) -> Pass | None:
         if len(fitting) != len(counts):
             return None
         apart = (1, 1) if mean is None else tuple(mean.args[1])
-        slope = next((user for user in counts if tuple(user.args[2]) != (1, 1) and apart in ((1, 1), tuple(user.args[2]))), None)
+        slope = next(
+            (user for user in counts if tuple(user.args[2]) != (1, 1) and apart in ((1, 1), tuple(user.args[2]))), None
+        )
     patch = (1, 1)
     for found in (mean, slope):
         if found is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import count_dtype
-from gradfilter.geometry.windows import Taps, Windows
+from gradfilter.geometry.windows import Windows
 from gradfilter.ops.check import COUNTS
 from gradfilter.ops.constants import find_target
 from gradfilter.ops.native.library import CHANNELS, call, is_here, is_readable
