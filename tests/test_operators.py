@@ -243,10 +243,11 @@ def test_references_run_on_another_device_and_refuse_what_they_do_here():
     assert run.stdout == f"{len(CASES) + len(WRITING)} cases on elsewhere\n"
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["behind autograd", "before autograd"])
 @each_case
-def test_a_graph_has_one_node_for_it(case):
+def test_a_graph_has_one_node_for_it(case, before):
     args = to_kind(case.make(), torch.float32, last=True)
-    graph = make_fx(lambda args: case.operator(**args))(args)
+    graph = make_fx(lambda args: case.operator(**args), pre_dispatch=before)(args)
     called = [node.target for node in graph.graph.nodes if node.op == "call_function" and "gradfilter" in str(node.target)]
     assert called == [case.operator.entry]
     assert_parts(graph(args), case.operator.reference(**args), case.tolerance)

@@ -69,6 +69,15 @@ def test_a_whole_step_traces_to_a_graph_that_trains(backward):
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_what_is_recorded_before_autograd_computes_from_its_inputs():
+    """No kernel runs while torch's operators are recorded: the graph would hold the memory of its result, not the numbers."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(144, 3))
+    model = gf.apply_(randomise(net).eval(), gf.Plan.all(gf.Backward(patch=2)))
+    images, others = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    graph = make_fx(model, pre_dispatch=True)(images)
+    torch.testing.assert_close(graph(others), model(others), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("plan", [PLANS["patch 2"], PLANS["lumped"], PLANS["train"]], ids=["patch 2", "lumped", "train"])
 def test_every_kind_of_rule_traces(plan):
     net = make_everything(torch.float64)

@@ -23,7 +23,7 @@ from gradfilter.geometry.convolution import Geometry, geometry_from
 from gradfilter.geometry.tiling import Layout, is_nhwc, layout_from
 from gradfilter.geometry.windows import Windows, windows_from
 from gradfilter.ops.check import Check
-from gradfilter.ops.native.library import has_tangent, is_on
+from gradfilter.ops.native.library import has_tangent, is_before_dispatch, is_on
 from gradfilter.ops.native.values import Act, act_from
 
 P = ParamSpec("P")
@@ -115,8 +115,11 @@ _get_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.
 
 
 def is_recorded() -> bool:
-    """Tell whether a graph is being recorded, operator by operator."""
-    return _get_mode(_PROXY) is not None
+    """Tell whether a graph is being recorded, operator by operator.
+
+    Before autograd sees the operators (`make_fx(..., pre_dispatch=True)`, `torch.export`) or behind it.
+    """
+    return _get_mode(_PROXY) is not None or is_before_dispatch()
 
 
 def needs_graph(x: Any) -> bool:
