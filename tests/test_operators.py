@@ -574,24 +574,26 @@ NUMBERS: dict[str, list[Any]] = {
 """By parameter, what means nothing there."""
 act_of: Any = ops.Act
 layout_of: Any = Layout
-PAIRS = [3, None, "ab", (3.0, 4.0), (1.0, 1.0), (1, None), [3, 4], [1, 1]]
+PAIRS = [3, None, "ab", (3.0, 4.0), (1.0, 1.0), (1, None), (True, 2), [3, 4], [1, 1]]
+BEYOND = 10**400
+"""A whole number that is larger than any of double precision."""
 FORMS: dict[str, list[Any]] = {
     **dict.fromkeys(("patch", "size", "stride", "padding", "dilation", "out_size"), PAIRS),
-    "groups": [None, 1.0, 16.0, "1", (1,)],
+    "groups": [None, 1.0, 16.0, "1", (1,), True],
     "act": [
         None,
         1,
         "relu",
         (1, 0.0, 6.0, 0.0),
-        *(act_of(*numbers) for numbers in ((1.0,), (1.5,), ("1",), (None,), (1, "a"), (1, 0.0, None))),
+        *(act_of(*numbers) for numbers in ((1.0,), (1.5,), ("1",), (None,), (1, "a"), (1, 0.0, None), (1, BEYOND))),
     ],
-    "slopes": [None, 0.5, [0.0, 1.0], ("a", "b"), (0.0, None)],
+    "slopes": [None, 0.5, [0.0, 1.0], ("a", "b"), (0.0, None), (0.0, BEYOND)],
     "layout": [None, (2, 3, None, 0), "map", *(layout_of(*axes) for axes in ((1, 1, (0, 5)), (1, 1, 5), (2.5, 3)))],
     "windows": [None, (7, 10), "windows"],
     "geometry": [None, (7, 10), "geometry"],
     "norm": [None, (None, torch.ones(16), torch.ones(16), 1e-3), "norm"],
-    "eps": [None, "a", (1e-3,)],
-    "ignore_index": [None, "a", 2.5, 2**70],
+    "eps": [None, "a", (1e-3,), BEYOND],
+    "ignore_index": [None, "a", 2.5, 2**70, True],
     "middle": [None, (None, None, None, ops.RELU, (2, 2)), "end"],
     "end": [None, (None, None, None, ops.RELU, (2, 2)), "end"],
     "cells": [(None, None), "cells", ops.Cells(None, None), ops.Cells(torch.ones(1), None), ops.Cells(None, torch.ones(1))],
