@@ -663,6 +663,15 @@ def test_axes_that_no_convolution_has_are_refused(numbers):
         Axis(*numbers, *(3, 1, 1, 1, 8, 8, 2, 2)[len(numbers) :])
 
 
+@pytest.mark.parametrize("bound", [2**63, 2**64 - 1])
+@pytest.mark.parametrize("hold_off", [nullcontext, native.off], ids=["library", "torch"])
+def test_a_bound_may_be_as_large_as_torch_takes(bound, hold_off):
+    x = torch.tensor([-1.0, 0.5, 1e19, 1e30]).reshape(1, 1, 2, 2)
+    with hold_off():
+        result = ops.norm_act(x, None, None, ops.Act(ops.CLAMP, 0.0, bound), (2, 2))
+    torch.testing.assert_close(result.y, x.clamp(0.0, bound))
+
+
 @pytest.mark.parametrize("label", [5, -1, 100, 2**62])
 def test_a_label_without_a_class_is_refused(label):
     x, target = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 7, dtype=torch.int64)

@@ -17,7 +17,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COUNTS = (torch.uint8, torch.int16, torch.int32)
 """The integers that count pixels."""
 WIDEST = 1 << 63
-"""Whole numbers from here on are not ones of 64 bits."""
+"""Whole numbers from here on are not ones of 64 bits with a sign."""
 
 
 class Check:
@@ -169,10 +169,10 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a number that torch takes, which in a graph may be a symbol: whole ones have up to 64 bits."""
+    """Tell whether a value is a number that torch takes, which in a graph may be a symbol: whole ones signed or not."""
     if type(value) is float or isinstance(value, (float, torch.SymFloat, torch.SymInt)):
         return True
-    return isinstance(value, int) and -WIDEST <= value < WIDEST
+    return isinstance(value, int) and -WIDEST <= value < 2 * WIDEST
 
 
 def has_no_memory(x: Tensor) -> bool:
