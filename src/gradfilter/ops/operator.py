@@ -112,6 +112,7 @@ def list_plain(hint: Any) -> list[Any]:
 
 
 _get_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def is_recorded() -> bool:
@@ -170,7 +171,8 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it, or let a graph record it."""
-        if self.entry is not None and is_recorded():
+        # Every operator asks: the same as `is_recorded()`, without the calls.
+        if (_get_mode(_PROXY) is not None or _is_key_included(_PRE_DISPATCH)) and self.entry is not None:
             return self.record(args, kwargs)
         return self._run(args, kwargs)
 
