@@ -137,6 +137,11 @@ class Program:
         self.drop: list[list[Buffer]] = [[] for _ in self.steps]
         for buffer, i in last.items():
             self.drop[i].append(buffer)
+        for i, step in enumerate(self.steps):
+            if isinstance(step, CallStep):  # what nobody reads may have another shape than it has on shapes alone
+                read = {view.buffer for view in step.results if view is not None and (view.buffer in held or last[view.buffer] > i)}
+                step.results = [view if view is not None and view.buffer in read else None for view in step.results]
+                self.drop[i] = [buffer for buffer in self.drop[i] if buffer in read or buffer not in find_buffers(step)]
 
     def take(self) -> Workspace:
         """Return a workspace that no other call uses."""

@@ -62,6 +62,7 @@ RECORDING = Recording()
 _switch = Switch("native library")
 _depth, _count_modes = _switch.depth, torch._C._len_torch_dispatch_stack
 _are_transforms_active, _find_tracer = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def find_library() -> Path | None:
@@ -137,19 +138,20 @@ def off() -> Iterator[None]:
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    # Every operator asks: the same as `not is_watched()`, without the call.
-    return not (
-        _depth()
-        or load() is None
-        or (_count_modes() and RECORDING.note is None)
-        or _are_transforms_active()
-        or _find_tracer() is not None
-    )
+    # Every operator asks: the same as `not is_watched()`, without the calls, but for a recording of tasks, which is a mode.
+    if _depth() or load() is None or _is_key_included(_PRE_DISPATCH) or (_count_modes() and RECORDING.note is None):
+        return False
+    return not (_are_transforms_active() or _find_tracer() is not None)
 
 
 def is_watched() -> bool:
     """Tell whether somebody follows torch's operators in this thread one by one: a mode, a tracer, a transform."""
-    return bool(_count_modes() or _are_transforms_active() or _find_tracer() is not None)
+    return bool(_count_modes() or is_before_dispatch() or _are_transforms_active() or _find_tracer() is not None)
+
+
+def is_before_dispatch() -> bool:
+    """Tell whether a mode gets torch's operators before autograd does: torch counts those modes apart from the others."""
+    return _is_key_included(_PRE_DISPATCH)
 
 
 def has_tangent(*values: Any) -> bool:
