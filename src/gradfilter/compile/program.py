@@ -141,7 +141,6 @@ class Program:
             if isinstance(step, CallStep):  # what nobody reads may have another shape than it has on shapes alone
                 read = {view.buffer for view in step.results if view is not None and (view.buffer in held or last[view.buffer] > i)}
                 step.results = [view if view is not None and view.buffer in read else None for view in step.results]
-                self.drop[i] = [buffer for buffer in self.drop[i] if buffer in read or buffer not in find_buffers(step)]
 
     def take(self) -> Workspace:
         """Return a workspace that no other call uses."""
@@ -218,7 +217,7 @@ class Program:
                     if view is not None:
                         values[view.buffer] = x if view.fits(x) else copy_to(x, view)
             for buffer in self.drop[i]:
-                del values[buffer]
+                values.pop(buffer, None)
         results = [None if view is None else show(view) for view in self.results]
         return results, [block, *(values[buffer] for buffer in self.made)]
 
