@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -79,6 +79,14 @@ class Record:
             raise ValueError(f"an array of {dtype} has other gaps than the struct {name!r}")
         return record
 
+    def find_addresses(self, packed: bytes) -> list[int]:
+        """Return the values of all pointers in its bytes."""
+        values, found = iter(self.unpack(packed)), []
+        for _, code in self._leaves:
+            numbers = list(islice(values, int(code[:-1] or 1)))
+            found += numbers if code[-1] == _CODES[POINTER] else []
+        return found
+
     def describe(self) -> Iterator[tuple[str, str]]:
         """Yield what the library should tell of each field and of the whole, by their names."""
         for field, kind, offset, size in self._place_fields():
@@ -112,6 +120,12 @@ class Task:
         self.name, self.record, self.pack = name, record, record.pack
         self.header = HEADER.pack(TASKS.index(name), record.size)
         _tasks[name] = self
+
+
+def read_task(given: bytes) -> tuple[Task, bytes]:
+    """Return which task is packed behind a header, and its struct's bytes."""
+    number, size = HEADER.unpack(given[: HEADER.size])
+    return _tasks[TASKS[number]], given[HEADER.size : HEADER.size + size]
 
 
 def find_mismatch(said: str, constants: Mapping[str, int]) -> str | None:
