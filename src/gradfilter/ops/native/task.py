@@ -130,6 +130,12 @@ class Task:
         _tasks[name] = self
 
 
+def read_task(given: bytes) -> tuple[Task, bytes]:
+    """Return which task is packed behind a header, and its struct's bytes."""
+    number, size = HEADER.unpack(given[: HEADER.size])
+    return _tasks[TASKS[number]], given[HEADER.size : HEADER.size + size]
+
+
 def find_mismatch(said: str, constants: Mapping[str, int]) -> str | None:
     """Return where the library differs from this package, or `None`.
 
