@@ -12,17 +12,19 @@ from torch.fx import Graph
 
 from gradfilter.compile.capture import Capture
 from gradfilter.compile.cut import cut
-from gradfilter.compile.passes.clean import erase_dead, erase_same, make_functional
-from gradfilter.compile.passes.fuse import fuse_expansions, fuse_passes
+from gradfilter.compile.passes.clean import erase_copies, erase_dead, erase_same, make_functional
+from gradfilter.compile.passes.expand import fuse_expansions
+from gradfilter.compile.passes.fuse import fuse_passes
+from gradfilter.compile.passes.pad import merge_padding
 from gradfilter.compile.program import Program, Source
 from gradfilter.compile.record import Buffer, View, record
 from gradfilter.compile.trace import lay_out, trace
 from gradfilter.errors import DoubleBackwardError, NotCompilableError
 from gradfilter.ops.native.library import load
 
-JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional)
+JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional, erase_copies)
 """Passes over the graph of a whole step, in order."""
-FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, fuse_expansions, erase_dead)
+FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, merge_padding, fuse_expansions, erase_dead)
 """Passes over the forward graph, in order."""
 
 
