@@ -35,10 +35,13 @@ ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe reg
 """The modules and packages that run as they are, wherever they are called from."""
 MOST_SHAPES = 8
 """How many shapes of the input a user may name."""
+EAGERLY = "a part of a model that is compiled runs eagerly, with the same gradients, but slower: %s"
 Shape = tuple[int, ...]
 
 
-def gradfilter(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def gradfilter(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Compile a graph of a model under a plan: a backend of `torch.compile`.
 
     What is compiled is the graph with inputs of certain shapes: those that the user names, else the first ones that it is
@@ -52,44 +55,51 @@ def gradfilter(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mappi
             `torch.compile(model, backend="gradfilter", options={"shapes": [(8, 3, 224, 224), (1, 3, 224, 224)]})`.
     """
     shapes = read_options(options or {})
-    capture = Capture(gm, example_inputs)
+    try:
+        capture = Capture(gm, example_inputs)
+    except NotCompilableError as error:
+        logger.warning(EAGERLY, error)
+        raise SkipFrame(str(error)) from None  # and Dynamo lets the function run as it is
     if not capture.keys:
         return gm.forward  # no plan: torch's own functions
     if not capture.planned:
         return capture.run  # frozen layers alone
-    return Programs(capture, gm, shapes)
+    return Programs(capture, gm, example_inputs, shapes)
 
 
 def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
     """Return the shapes that a user names."""
     unknown = set(options) - {"shapes"}
     if unknown:
-        raise SettingsError(f"the backend \"gradfilter\" got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …].")
+        raise SettingsError(f"the backend 'gradfilter' got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …].")
     shapes = options.get("shapes", ())
     try:
         named = frozenset(tuple(int(n) for n in shape) for shape in shapes)
     except TypeError:
         raise SettingsError(f"the option shapes is {shapes!r}. It takes a list of shapes, as [(8, 3, 224, 224)].") from None
     if len(named) > MOST_SHAPES:
-        raise SettingsError(f"the option shapes names {len(named)} shapes. Each has a program of its own: name {MOST_SHAPES} at most.")
+        raise SettingsError(
+            f"the option shapes names {len(named)} shapes. Each has a program of its own: name {MOST_SHAPES} at most."
+        )
     return named
 
 
 class Programs:
     """A captured graph that runs as a program for some shapes of its inputs, and eagerly for all others."""
 
-    def __init__(self, capture: Capture, gm: GraphModule, named: frozenset[Shape]) -> None:
+    def __init__(self, capture: Capture, gm: GraphModule, inputs: Sequence[Any], named: frozenset[Shape]) -> None:
         """Start without programs.
 
         Args:
             capture: The graph.
             gm: The same as Dynamo has captured it.
+            inputs: What it will be called with.
             named: The shapes of the network's input that the user names; where there are none, the first ones are compiled.
         """
         self.capture, self.named = capture, named
         places = [node for node in gm.graph.nodes if node.op == "placeholder"]
         # All shapes in a graph follow from its symbols, which Dynamo passes as numbers. Most often there are none.
-        self.symbols = [i for i, node in enumerate(places) if isinstance(node.meta.get("example_value"), torch.SymInt)]
+        self.symbols = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
         static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -145,7 +155,7 @@ def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[...
     try:
         program = make_program(capture, inputs)
     except NotCompilableError as error:
-        logger.warning("a captured graph runs eagerly, with right gradients, but slower: %s", error)
+        logger.warning(EAGERLY, error)
         return capture.run
     return capture.run if program is None else program
 

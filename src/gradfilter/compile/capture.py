@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from gradfilter.errors import NotCompilableError
 from gradfilter.hooks import Applied, FrozenStatistics, PlannedLayer
@@ -17,6 +18,7 @@ from gradfilter.marks import find_hook
 from gradfilter.tensor import PatchTensor
 
 BATCH_NORMS = F.batch_norm, torch.batch_norm
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 TRAINING = 5
 """The place of the argument `training` of both."""
 
@@ -68,10 +70,13 @@ class Capture:
             elif node.target is torch.ops.gradfilter.mark:
                 self._replace(node, nodes)
             else:
-                body = next((arg for arg in node.args if isinstance(real.get(arg), GraphModule)), None)
-                if body is not None:  # a checkpoint, say: a function that is called with a graph and its inputs
-                    rest = [real.get(arg) for arg in node.args[node.args.index(body) + 1 :] if isinstance(arg, Node)]
-                    setattr(new, body.target, self._rewrite(real[body], rest))
+                parts = [real.get(arg) if isinstance(arg, Node) else None for arg in node.args]
+                body = next((i for i, part in enumerate(parts) if isinstance(part, GraphModule)), None)
+                if body is not None:  # a function that is called with a graph and its inputs
+                    setattr(new, node.args[body].target, self._rewrite(parts[body], parts[body + 1 :]))
+                if node.target is CHECKPOINT:
+                    node.target = run_checkpoint
+        new.meta.update(gm.meta)
         new.recompile()
         return new
 
@@ -105,6 +110,12 @@ def act(x: Tensor, key: str, weight: Tensor | None) -> Any:
     return y
 
 
+def run_checkpoint(body: GraphModule, *inputs: Any, **options: Any) -> Any:
+    """Run a part of a graph as `torch.utils.checkpoint` does: the operator in the graph would draw random numbers anew."""
+    contexts = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+    return checkpoint(body.forward, *inputs, **{**options, "use_reentrant": False, "context_fn": contexts})
+
+
 def find_attribute(module: nn.Module, target: str) -> Any:
     """Return what a graph finds under a dotted name."""
     found: Any = module
@@ -131,6 +142,6 @@ def freeze_statistics(norm: nn.Module, mark: Node, nodes: dict[int, Node]) -> No
             node.graph.erase_node(node)
     if norm.training and norm._buffers.get("running_mean") is not None and not found:
         raise NotCompilableError(
-            f"a {type(norm).__name__} whose statistics are frozen does not call torch.nn.functional.batch_norm. Call model.eval(), "
-            'or use Plan(batch_norm="train").'
+            f"a {type(norm).__name__} whose statistics are frozen does not call torch.nn.functional.batch_norm. "
+            'Call model.eval(), or use Plan(batch_norm="train").'
         )
