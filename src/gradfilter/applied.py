@@ -92,5 +92,6 @@ class Hook(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill a copy, which has marks of its own."""
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         self.key = make_key(self, self.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ class Capture:
             elif node.target is torch.ops.gradfilter.mark:
                 self._replace(node, nodes)
             else:
-                parts = [real.get(arg) if isinstance(arg, Node) else None for arg in node.args]
+                parts: list[Any] = [real.get(arg) if isinstance(arg, Node) else None for arg in node.args]
                 body = next((i for i, part in enumerate(parts) if isinstance(part, GraphModule)), None)
                 if body is not None:  # a function that is called with a graph and its inputs
                     setattr(new, node.args[body].target, self._rewrite(parts[body], parts[body + 1 :]))
@@ -87,11 +88,11 @@ class Capture:
             node: The mark.
             nodes: The nodes of parameters and buffers, by their ids.
         """
-        x, key = node.args
+        x, key = cast(tuple[Node, str], node.args)
         hook = find_hook(key)
         self.keys.append(key)
         if isinstance(hook, FrozenStatistics):
-            freeze_statistics(hook.owner.find(), node, nodes)
+            freeze_statistics(hook.owner.find(), nodes)
             node.replace_all_uses_with(x)
             node.graph.erase_node(node)
             return
@@ -124,10 +125,9 @@ def find_attribute(module: nn.Module, target: str) -> Any:
     return found
 
 
-def freeze_statistics(norm: nn.Module, mark: Node, nodes: dict[int, Node]) -> None:
+def freeze_statistics(norm: Any, nodes: dict[int, Node]) -> None:
     """Let a batch norm run in eval mode, as `FrozenStatistics` does: by its statistics, which it neither counts nor moves."""
-    mean = nodes.get(id(norm._buffers.get("running_mean")))
-    counter = nodes.get(id(norm._buffers.get("num_batches_tracked")))
+    mean, counter = (nodes.get(id(norm._buffers.get(name))) for name in ("running_mean", "num_batches_tracked"))
     found = False
     for node in list(mean.users) if mean is not None else ():
         if node.target in BATCH_NORMS:
@@ -136,8 +136,8 @@ def freeze_statistics(norm: nn.Module, mark: Node, nodes: dict[int, Node]) -> No
                 node.update_kwarg("training", False)
             elif len(node.args) > TRAINING:
                 node.update_arg(TRAINING, False)
-    for node in list(counter.users) if counter is not None else ():
-        if node.target == "add_" or getattr(node.target, "__name__", "") in ("iadd", "add_"):
+    if counter is not None:
+        for node in [user for user in counter.users if user.target in ("add_", operator.iadd)]:
             node.replace_all_uses_with(counter)
             node.graph.erase_node(node)
     if norm.training and norm._buffers.get("running_mean") is not None and not found:
