@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -548,3 +550,40 @@ gf.apply_(torch.nn.Conv2d(3, 4, 3), gf.Plan.all(gf.Backward(patch=2)))(torch.one
 assert "torch._dynamo.eval_frame" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_under_a_plan_is_freed_at_once():
+    model = gf.apply_(make_net(), ALL)
+    make_loss(model(make_images())).backward()
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_numbers_as_inputs_run_eagerly(runs, caplog):
+    model = gf.apply_(make_net(), ALL).train()
+    call = compiled(model, dynamic=True)
+    for n in (2, 3):
+        check(model, call, make_images(n))
+    assert len(runs) == 2
+    assert "Leave out dynamic=True" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+@pytest.mark.parametrize("plan", PLANS)
+def test_data_parallel(plan, runs, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = gf.apply_(make_net(), PLANS[plan]).train()
+        call = compiled(nn.parallel.DistributedDataParallel(model))
+        twin = copy.deepcopy(model)
+        for _ in range(2):
+            expected = find_gradients(twin, twin, make_images())
+            assert distance(find_gradients(model, call, make_images()), expected) <= 1e-10
+        assert len(runs) == 2
+    finally:
+        torch.distributed.destroy_process_group()

@@ -64,7 +64,16 @@ def gradfilter(
         return gm.forward  # no plan: torch's own functions
     if not capture.planned:
         return capture.run  # frozen layers alone
+    if has_number_inputs(gm):
+        logger.warning(EAGERLY, "numbers, as the momentum of a norm, became inputs of the graph. Leave out dynamic=True.")
+        return capture.run
     return Programs(capture, gm, example_inputs, shapes)
+
+
+def has_number_inputs(gm: GraphModule) -> bool:
+    """Tell whether numbers of the model are inputs of a graph, as tensors without axes."""
+    graph_args = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]
+    return any(getattr(arg, "pass_arg_as_tensor", False) for arg in graph_args)
 
 
 def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
@@ -172,6 +181,9 @@ def let_engine_run() -> None:
     for trace_numpy in (False, True):  # a setting of Dynamo, which has a table for each of its values
         table = VariableBuilder._type_dispatch_impl(trace_numpy)
         table.update(dict.fromkeys((PatchTensor, DeferredTensor, FrozenTensor), skip_frame))
+
+    # Under DistributedDataParallel Dynamo would hand over graphs in pieces, with inputs of which none is a parameter.
+    torch._dynamo.config.optimize_ddp = False
 
 
 def skip_frame(builder: VariableBuilder, value: Any) -> Any:
