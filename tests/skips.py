@@ -20,6 +20,7 @@ REMEDIES = (
     ("C library", "the C library", "leave GRADFILTER_NATIVE unset; apt-get install cmake gcc, then make native"),
     ("cmake", "CMake", "apt-get install cmake"),
     ("compiler", "a C compiler", "apt-get install gcc"),
+    ("'onnx", "ONNX Runtime", "pip install --constraint constraints.txt --editable '.[bench]'"),
     ("is not installed", "a Python package", "make setup (-rs says which one)"),
     ("could not import", "a Python package", "make setup (-rs says which one)"),
 )

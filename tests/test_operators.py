@@ -243,10 +243,11 @@ def test_references_run_on_another_device_and_refuse_what_they_do_here():
     assert run.stdout == f"{len(CASES) + len(WRITING)} cases on elsewhere\n"
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["behind autograd", "before autograd"])
 @each_case
-def test_a_graph_has_one_node_for_it(case):
+def test_a_graph_has_one_node_for_it(case, before):
     args = to_kind(case.make(), torch.float32, last=True)
-    graph = make_fx(lambda args: case.operator(**args))(args)
+    graph = make_fx(lambda args: case.operator(**args), pre_dispatch=before)(args)
     called = [node.target for node in graph.graph.nodes if node.op == "call_function" and "gradfilter" in str(node.target)]
     assert called == [case.operator.entry]
     assert_parts(graph(args), case.operator.reference(**args), case.tolerance)
@@ -573,24 +574,26 @@ NUMBERS: dict[str, list[Any]] = {
 """By parameter, what means nothing there."""
 act_of: Any = ops.Act
 layout_of: Any = Layout
-PAIRS = [3, None, "ab", (3.0, 4.0), (1.0, 1.0), (1, None), [3, 4], [1, 1]]
+PAIRS = [3, None, "ab", (3.0, 4.0), (1.0, 1.0), (1, None), (True, 2), [3, 4], [1, 1]]
+BEYOND = 10**400
+"""A whole number that is larger than any of double precision."""
 FORMS: dict[str, list[Any]] = {
     **dict.fromkeys(("patch", "size", "stride", "padding", "dilation", "out_size"), PAIRS),
-    "groups": [None, 1.0, 16.0, "1", (1,)],
+    "groups": [None, 1.0, 16.0, "1", (1,), True],
     "act": [
         None,
         1,
         "relu",
         (1, 0.0, 6.0, 0.0),
-        *(act_of(*numbers) for numbers in ((1.0,), (1.5,), ("1",), (None,), (1, "a"), (1, 0.0, None))),
+        *(act_of(*numbers) for numbers in ((1.0,), (1.5,), ("1",), (None,), (1, "a"), (1, 0.0, None), (1, BEYOND))),
     ],
-    "slopes": [None, 0.5, [0.0, 1.0], ("a", "b"), (0.0, None)],
+    "slopes": [None, 0.5, [0.0, 1.0], ("a", "b"), (0.0, None), (0.0, BEYOND)],
     "layout": [None, (2, 3, None, 0), "map", *(layout_of(*axes) for axes in ((1, 1, (0, 5)), (1, 1, 5), (2.5, 3)))],
     "windows": [None, (7, 10), "windows"],
     "geometry": [None, (7, 10), "geometry"],
     "norm": [None, (None, torch.ones(16), torch.ones(16), 1e-3), "norm"],
-    "eps": [None, "a", (1e-3,)],
-    "ignore_index": [None, "a", 2.5, 2**70],
+    "eps": [None, "a", (1e-3,), BEYOND],
+    "ignore_index": [None, "a", 2.5, 2**70, True],
     "middle": [None, (None, None, None, ops.RELU, (2, 2)), "end"],
     "end": [None, (None, None, None, ops.RELU, (2, 2)), "end"],
     "cells": [(None, None), "cells", ops.Cells(None, None), ops.Cells(torch.ones(1), None), ops.Cells(None, torch.ones(1))],
@@ -658,6 +661,15 @@ def test_windows_that_no_max_pooling_has_are_refused(numbers):
 def test_axes_that_no_convolution_has_are_refused(numbers):
     with pytest.raises(InputError, match=r"^one axis of a convolution got "):
         Axis(*numbers, *(3, 1, 1, 1, 8, 8, 2, 2)[len(numbers) :])
+
+
+@pytest.mark.parametrize("bound", [2**63, 2**64 - 1])
+@pytest.mark.parametrize("hold_off", [nullcontext, native.off], ids=["library", "torch"])
+def test_a_bound_may_be_as_large_as_torch_takes(bound, hold_off):
+    x = torch.tensor([-1.0, 0.5, 1e19, 1e30]).reshape(1, 1, 2, 2)
+    with hold_off():
+        result = ops.norm_act(x, None, None, ops.Act(ops.CLAMP, 0.0, bound), (2, 2))
+    torch.testing.assert_close(result.y, x.clamp(0.0, bound))
 
 
 @pytest.mark.parametrize("label", [5, -1, 100, 2**62])

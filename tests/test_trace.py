@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,15 @@ def test_a_whole_step_traces_to_a_graph_that_trains(backward):
         loss, params = graph(images, labels, lr, params)
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_what_is_recorded_before_autograd_computes_from_its_inputs():
+    """No kernel runs while torch's operators are recorded: the graph would hold the memory of its result, not the numbers."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(144, 3))
+    model = gf.apply_(randomise(net).eval(), gf.Plan.all(gf.Backward(patch=2)))
+    images, others = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    graph = make_fx(model, pre_dispatch=True)(images)
+    torch.testing.assert_close(graph(others), model(others), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", [PLANS["patch 2"], PLANS["lumped"], PLANS["train"]], ids=["patch 2", "lumped", "train"])
@@ -190,6 +200,31 @@ def name_path(path: Path) -> str:
 @pytest.mark.parametrize("path", [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))], ids=name_path)
 def test_rules_keeps_and_geometry_import_no_internals(path):
     assert list_forbidden(path.parent.name, path.read_text(encoding="utf-8")) == []
+
+
+def list_rooms(text: str) -> Iterator[str]:
+    """Yield which modules and packages of this one a source imports when it runs: not for types alone."""
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    for module, name in list_imports(ast.unparse(tree)):
+        package, _, inner = module.partition(".")
+        if package == "gradfilter":
+            yield inner.partition(".")[0] or name
+
+
+def test_imports_point_downwards():
+    """In the order that CONTRIBUTING.md gives, which names the rooms that others stand on."""
+    text = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = text.partition("Imports point downwards only:")[2].partition("The core")[0]
+    order = re.findall(r"`(\w+)`", listed)
+    assert order[:2] + order[-1:] == ["errors", "switch", "cli"]
+    upwards = set()
+    for room in order:
+        paths = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").is_file() else sorted((PACKAGE / room).rglob("*.py"))
+        assert paths, room
+        above = order[order.index(room) + 1 :]
+        upwards |= {(path.name, to) for path in paths for to in list_rooms(path.read_text(encoding="utf-8")) if to in above}
+    assert upwards == set()
 
 
 def test_internals_are_found():

@@ -16,6 +16,7 @@ from gradfilter.bench import (
     cache,
     coverage,
     fidelity,
+    floor,
     keeps,
     layers,
     paper,
@@ -47,6 +48,13 @@ def add(commands: Any, name: str, data: bool = False, **defaults: str | int | No
     for key, default in defaults.items():
         sub.add_argument(f"--{key}", type=str if isinstance(default, str) else int, default=default, help=HELP.get(key))
     return sub
+
+
+def add_lists(sub: argparse.ArgumentParser, **lists: tuple[str, ...] | tuple[int, ...]) -> None:
+    """Add arguments that take several values, each with what is usual."""
+    for name, usual in lists.items():
+        listed = f"(default: {' '.join(map(str, usual))})"
+        sub.add_argument(f"--{name}", type=type(usual[0]), nargs="+", metavar=name[0].upper(), help=listed)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,15 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     sub = add(commands, "before", pixels=224, rounds=before.ROUNDS)
     sub.add_argument("--package", type=Path, required=True, metavar="FOLDER", help="where pip has installed the older version")
     sub.add_argument("--commit", help="of the older version (default: what FOLDER/COMMIT says)")
-    for name, usual in (
-        ("model", before.MODELS),
-        ("plan", before.PLANS),
-        ("batch", before.BATCHES),
-        ("threads", before.THREADS),
-    ):
-        listed = f"(default: {' '.join(map(str, usual))})"
-        sub.add_argument(f"--{name}", type=type(usual[0]), nargs="+", metavar=name[0].upper(), help=listed)
+    add_lists(sub, model=before.MODELS, plan=before.PLANS, batch=before.BATCHES, threads=before.THREADS)
     sub.add_argument("--quick", action="store_true", help="where not said otherwise, one model, batches 1 and 8, one thread")
+    sub = add(commands, "floor", pixels=224, rounds=floor.ROUNDS)
+    add_lists(sub, model=floor.MODELS, plan=floor.PLANS, batch=floor.BATCHES, threads=floor.THREADS)
     args = parser.parse_args(argv)
     try:
         if args.command == "accuracy":
@@ -126,10 +129,13 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "profile":
             choice = re.sub(r"(?<=[a-z])(?=[0-9])", " ", args.choice)
             reports = [profile.measure(args.model, choice, args.batch, args.pixels, args.rounds, args.threads)]
-        elif args.command == "before":
+        elif args.command in ("before", "floor"):
             lists = {"models": args.model, "plans": args.plan, "batches": args.batch, "threads": args.threads}
-            choices = before.make_choices(args.quick, **lists, pixels=args.pixels, rounds=args.rounds)
-            reports = [before.measure(args.package, args.commit, choices)]
+            given = {**lists, "pixels": args.pixels, "rounds": args.rounds}
+            if args.command == "before":
+                reports = [before.measure(args.package, args.commit, before.make_choices(args.quick, **given))]
+            else:
+                reports = [floor.measure(floor.make_choices(**given))]
         elif args.command == "layers":
             reports = layers.measure(layers.LAYERS, args.batch, args.rounds, args.threads)
         else:

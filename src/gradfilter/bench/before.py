@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,12 @@ from gradfilter.bench.report import Report
 from gradfilter.bench.setup import shake_
 from gradfilter.bench.sides import Side
 from gradfilter.bench.step import Case, Stage, set_up
-from gradfilter.cost_table import Seconds, show_bytes
+from gradfilter.cost_table import show_bytes
 from gradfilter.errors import GradFilterError, SettingsError
 from gradfilter.loss import StepLoss, cross_entropy
 from gradfilter.outputs import sum_outputs
 
+T = TypeVar("T")
 MODELS = ("mobilenet_v2", "mcunet-in3", "efficientnet-lite0", "resnet18")
 PLANS = ("all:grid4", "last4:patch2", "all:patch1")
 BATCHES = (1, 8, 32)
@@ -299,18 +300,28 @@ def find_loss(labels: Tensor | None, outputs: Any) -> Tensor:
     return sum_outputs(outputs) if labels is None else cross_entropy(outputs, labels.to(outputs.device))
 
 
-def alternate(runs: Mapping[str, Callable[[], Seconds]], rounds: int) -> dict[str, list[Seconds]]:
-    """Return the steps of each version; who is first changes in every round, and a first round warms up.
+def alternate(
+    runs: Mapping[str, Callable[[], T]], rounds: int, fewest: int | None = None, longest: float = math.inf
+) -> dict[str, list[T]]:
+    """Return what each run says, round by round; who is first changes in every round, and a first round warms up.
 
     In this way each follows the other as often as itself, and none always finds the caches as the other has left them. Short
     steps, which vary most, get more rounds: up to `MOST` times as many, for `SHORT` seconds.
+
+    Args:
+        runs: What takes turns, by name.
+        rounds: How many rounds.
+        fewest: How many are enough after `longest` seconds; without it `rounds`.
+        longest: Seconds after which fewer rounds are enough.
     """
-    turns: list[dict[str, Seconds]] = []
-    names, end = list(runs), math.inf
-    while len(turns) < WARM + rounds or (len(turns) < WARM + MOST * rounds and time.perf_counter() < end):
+    turns: list[dict[str, T]] = []
+    names, start, needed = list(runs), math.inf, math.inf
+    while len(turns) < WARM + needed:
         if len(turns) == WARM:
-            end = time.perf_counter() + SHORT
+            start = time.perf_counter()
         turns.append({name: runs[name]() for name in (names if len(turns) % 2 else names[::-1])})
+        seconds = time.perf_counter() - start
+        needed = MOST * rounds if seconds < SHORT else rounds if seconds < longest or fewest is None else fewest
     return {name: [turn[name] for turn in turns[WARM:]] for name in names}
 
 

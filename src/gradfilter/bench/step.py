@@ -190,11 +190,16 @@ def look(name: str, side: Side, stage: Stage, model: nn.Module, found: Found) ->
     elif name != COMPILED:
         step = predict_step(model, (stage.images,), loss)
         found.backward_flops, found.saved_bytes = step.count(BACKWARD), sum(step.saved_bytes.values())
-        free = find_free_memory()
-        if step.peak_bytes > MOST_SHARE * free:
-            peak, rest = (show_amount("memory", size) for size in (step.peak_bytes, free))
-            raise NotAvailableError(f"a step would take {peak} of the {rest} that are free, so it was not run")
+        refuse_large(step.peak_bytes)
     found.saved_bytes = measure_saved_bytes(model, stage.images, loss=loss)
+
+
+def refuse_large(peak_bytes: int) -> None:
+    """Refuse a step that takes so many bytes, where that might not fit into memory."""
+    free = find_free_memory()
+    if peak_bytes > MOST_SHARE * free:
+        peak, rest = (show_amount("memory", size) for size in (peak_bytes, free))
+        raise NotAvailableError(f"a step would take {peak} of the {rest} that are free, so it was not run")
 
 
 def count_backward(model: nn.Module, stage: Stage) -> int:

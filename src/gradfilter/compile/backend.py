@@ -16,19 +16,11 @@ from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
 from gradfilter.compile.capture import Capture
+from gradfilter.compile.programs import make_program
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
 from gradfilter.tensor import PatchTensor
-
-try:
-    from gradfilter.compile.programs import make_program  # type: ignore[import-not-found]
-except ImportError:
-
-    def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return no program."""
-        return None
-
 
 logger = logging.getLogger(__name__)
 ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe regions rules spectrum tensor".split()

@@ -127,6 +127,14 @@ class Windows:
             found.append((low, int((high - low).max()) + 1))
         return found[0], found[1]
 
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Rows and columns as the C library reads them: first, count and the places in reach of each output pixel."""
+        if self.taps is None:
+            return None
+        rows, columns = self.taps
+        return lay_table(rows, columns.reach), lay_table(columns, 1)
+
     @property
     def first(self) -> tuple[np.ndarray, np.ndarray]:
         """Per axis, for each output cell the first input cell that its windows reach."""
@@ -205,3 +213,8 @@ def divide_windows(count: int, size: int) -> Spans:
     """Return along one axis the spans of so many windows of about equal size."""
     number = np.arange(count)
     return Spans(number * size // count, -(-(number + 1) * size // count) - 1)
+
+
+def lay_table(taps: Taps, step: int) -> np.ndarray:
+    """Return one axis as the C library reads it, with `step` from one place in reach to the next."""
+    return np.ascontiguousarray(np.column_stack([taps.first, taps.count, taps.place * step]), dtype=np.int32)

@@ -16,6 +16,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that torch computes in: of smaller ones it knows little more than how to convert them."""
 COUNTS = (torch.uint8, torch.int16, torch.int32)
 """The integers that count pixels."""
+WIDEST = 1 << 63
+"""Whole numbers from here on are not ones of 64 bits with a sign."""
 
 
 class Check:
@@ -144,7 +146,7 @@ class Check:
 
     def whole(self, name: str, value: int) -> None:
         """Check that a value is a whole number of at most 64 bits."""
-        if not is_whole(value) or not -(1 << 63) <= value < 1 << 63:
+        if not is_whole(value) or not -WIDEST <= value < WIDEST:
             self.refuse(name, f"= {value!r:.80}", "Give a whole number.")
 
     def number(self, name: str, value: float) -> None:
@@ -159,13 +161,18 @@ class Check:
 
 
 def is_whole(value: Any) -> bool:
-    """Tell whether a value is a whole number, which in a graph may be a symbol. The first test is the quick one."""
-    return type(value) is int or isinstance(value, (int, torch.SymInt))
+    """Tell whether a value is a whole number, which in a graph may be a symbol. The first test is the quick one.
+
+    `True` is none: torch's own functions refuse it as a size.
+    """
+    return type(value) is int or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a number, which in a graph may be a symbol."""
-    return type(value) is float or isinstance(value, (float, int, torch.SymFloat, torch.SymInt))
+    """Tell whether a value is a number that torch takes, which in a graph may be a symbol: whole ones signed or not."""
+    if type(value) is float or isinstance(value, (float, torch.SymFloat, torch.SymInt)):
+        return True
+    return isinstance(value, int) and -WIDEST <= value < 2 * WIDEST
 
 
 def has_no_memory(x: Tensor) -> bool:

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradfilter.geometry.axes import AxisMatrix, is_identity
 from gradfilter.geometry.convolution import Geometry
 from gradfilter.geometry.tiling import MAP, Layout, Pair, count_cells, find_areas
 from gradfilter.geometry.windows import Windows
+from gradfilter.ops.native.library import RECORDING
 
 Made = TypeVar("Made")
 
@@ -38,6 +40,9 @@ def constant(make: Callable[[Any, torch.dtype, torch.device], Made]) -> Callable
 
     @wraps(make)
     def find(key: Any, like: Tensor) -> Made:
+        if RECORDING.note is not None:  # where nothing is computed, but constants have to be there
+            with _disable_current_modes():
+                return hold(key, like.dtype, like.device)
         return (hold if can_hold(like) else make)(key, like.dtype, like.device)
 
     return find

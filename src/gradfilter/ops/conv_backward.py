@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradfilter.geometry.convolution import AxisTiles, Geometry
@@ -276,6 +277,8 @@ def join_norm(
 
     `may_scale` allows to scale the gradient in place of the kernel, where it is smaller.
     """
+    if 0 in g.stride():  # one number that stands for many, as behind a mean: no kernel reads that
+        g = g.contiguous(memory_format=torch.channels_last)
     back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel())
     if back.scaled is not None:
         gx, gw = conv(back.scaled, w)

@@ -31,7 +31,7 @@ def check_places(
     ends = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(out_size, stride, w[2:], dilation, strict=True))
     zeros = tuple(max(p, end - p - n) for end, p, n in zip(ends, padding, x[2:], strict=True))
     if max(zeros) > conv.MOST_ZEROS:
-        given = f"= {out_size}, for which {zeros} zeros beside the map are read"
+        given = f"= {out_size}, for which {zeros} zeros are read around the map"
         check.refuse("out_size", given, f"Give sizes that take at most {conv.MOST_ZEROS}.")
 
 

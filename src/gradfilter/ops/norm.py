@@ -12,6 +12,7 @@ from gradfilter.ops.check import Check
 from gradfilter.ops.constants import make_areas
 from gradfilter.ops.native import affine
 from gradfilter.ops.native.affine import FixedNorm, ScaledGradient
+from gradfilter.ops.native.library import is_watched
 from gradfilter.ops.operator import operator, run_kernel
 
 
@@ -169,12 +170,17 @@ def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradi
     return scale_in_torch(g, norm, scales) if found is None else found
 
 
+def has_factors(gamma: Tensor | None) -> bool:
+    """Tell whether no factor of a batch norm is 0."""
+    return gamma is None or bool(gamma.all())
+
+
 def scale_in_torch(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradient:
     """Return what `scale_norm_gradient` does, on any device and in any dtype."""
     scale = (norm.var + norm.eps).rsqrt()
     scale = scale if norm.gamma is None else norm.gamma * scale
     total = g.sum((0, 2, 3)).to(scale.dtype)
-    scales = scales and g.dtype == scale.dtype and (g.is_meta or (g.is_cpu and (norm.gamma is None or bool(norm.gamma.all()))))
+    scales = scales and g.dtype == scale.dtype and (g.is_meta or (g.is_cpu and not is_watched() and has_factors(norm.gamma)))
     return ScaledGradient(scale, total, g * scale[:, None, None] if scales else None)
 
 

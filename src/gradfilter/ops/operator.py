@@ -23,7 +23,7 @@ from gradfilter.geometry.convolution import Geometry, geometry_from
 from gradfilter.geometry.tiling import Layout, is_nhwc, layout_from
 from gradfilter.geometry.windows import Windows, windows_from
 from gradfilter.ops.check import Check
-from gradfilter.ops.native.library import has_tangent, is_on
+from gradfilter.ops.native.library import has_tangent, is_before_dispatch, is_on
 from gradfilter.ops.native.values import Act, act_from
 
 P = ParamSpec("P")
@@ -112,11 +112,15 @@ def list_plain(hint: Any) -> list[Any]:
 
 
 _get_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def is_recorded() -> bool:
-    """Tell whether a graph is being recorded, operator by operator."""
-    return _get_mode(_PROXY) is not None
+    """Tell whether a graph is being recorded, operator by operator.
+
+    Before autograd sees the operators (`make_fx(..., pre_dispatch=True)`, `torch.export`) or behind it.
+    """
+    return _get_mode(_PROXY) is not None or is_before_dispatch()
 
 
 def needs_graph(x: Any) -> bool:
@@ -167,7 +171,8 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it, or let a graph record it."""
-        if self.entry is not None and is_recorded():
+        # Every operator asks: the same as `is_recorded()`, without the calls.
+        if (_get_mode(_PROXY) is not None or _is_key_included(_PRE_DISPATCH)) and self.entry is not None:
             return self.record(args, kwargs)
         return self._run(args, kwargs)
 

@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from gradfilter import ops
 from gradfilter.carriers import coarse
+from gradfilter.errors import InputError
 from gradfilter.keep import Kept, hold
 from gradfilter.keep.base import load, save
 from gradfilter.ops import apply_axes, pool_sum
@@ -159,7 +160,10 @@ def class_loss(
 
     def compare(z: Tensor, chosen: slice) -> tuple[Tensor, Tensor]:
         if loss is F.cross_entropy and is_label and not options.get("label_smoothing") and z.element_size() > 2:
-            return ops.cross_entropy_gradient(z, target[chosen], weight, ignore_index)
+            try:
+                return ops.cross_entropy_gradient(z, target[chosen], weight, ignore_index)
+            except InputError as error:
+                raise error.__cause__ or error from None  # the user called torch's function: in torch's words
         return compare_by_autograd(lambda z: loss(z, target[chosen], **options), z)
 
     def find_divisor() -> Tensor | int:

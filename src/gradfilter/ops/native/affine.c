@@ -1,4 +1,4 @@
-/* The way back through a batch norm with fixed statistics: what it does to the gradient and to the kernel in front of it. */
+/* The backward of a batch norm with fixed statistics: what it does to the gradient and to the kernel in front of it. */
 #include <math.h>
 
 #include "vec.h"

@@ -28,7 +28,7 @@ _MANY_INPUTS = 768
 _MANY_IN_STRIPS = 65
 """Input channels from which on it is at others, whose weights then no longer stay in the cache."""
 MOST_ZEROS = 1 << 16
-"""Zeros beside a map that anybody means: for more, there is no memory."""
+"""Zeros around a map, per side, that a caller may ask for: more would be a mistake, and fill the memory."""
 _UNPOOLED = (4, 8)
 """The unit of work where nothing is pooled."""
 

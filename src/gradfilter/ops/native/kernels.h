@@ -92,7 +92,7 @@ GF_STRUCT(gf_slope, GF_SLOPE_FIELDS);
 /* Run row `row` of cells, counted over all images, and in NCHW memory over all channels. */
 typedef void gf_slope_unit(const gf_slope *task, int64_t row);
 
-/* The way back through a batch norm with fixed statistics, before the convolution in front of it: scale = gamma / sigma,
+/* The backward of a batch norm with fixed statistics, before the convolution in front of it: scale = gamma / sigma,
  * total = the sum of g over all rows, scaled = g * scale. */
 #define GF_NORM_BACK_FIELDS(F)                                                                      \
     F(int64_t, rows) F(int64_t, c)                                                                  \

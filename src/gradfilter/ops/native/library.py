@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -45,9 +46,23 @@ CONSTANTS = {
 _NO_MEMORY = -1
 """A task's code where the library found no memory; below that, it refused the bytes."""
 
+
+class Recording(threading.local):
+    """Whether the calling thread writes down tasks instead of running them.
+
+    Attributes:
+        note: Called with each task and its packed struct; `None` where tasks run. What it is given reads and writes memory
+            that is there, but whose numbers mean nothing.
+    """
+
+    note: Callable[[Task, bytes], None] | None = None
+
+
+RECORDING = Recording()
 _switch = Switch("native library")
 _depth, _count_modes = _switch.depth, torch._C._len_torch_dispatch_stack
 _are_transforms_active, _find_tracer = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def find_library() -> Path | None:
@@ -86,7 +101,7 @@ def _declare(library: ctypes.CDLL) -> None:
     """Tell ctypes what the library's functions take and return; one that is missing is an `AttributeError`."""
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.gf_describe.argtypes, library.gf_describe.restype = [ctypes.c_char_p, long], long
-    library.gf_run_tasks.argtypes, library.gf_run_tasks.restype = [ctypes.c_char_p, long, number], number
+    library.gf_run_tasks.argtypes, library.gf_run_tasks.restype = [pointer, long, number], number
     library.gf_make_tensor.argtypes, library.gf_make_tensor.restype = [ctypes.c_char_p], pointer
     library.gf_block_bytes.argtypes, library.gf_block_bytes.restype = [ctypes.c_char_p], None
     library.gf_trim.argtypes, library.gf_trim.restype = [], None
@@ -123,13 +138,20 @@ def off() -> Iterator[None]:
 
 def is_on() -> bool:
     """Tell whether the library is there, not switched off, and nobody watches torch's functions."""
-    # Every operator asks: the same as `not is_watched()`, without the call.
-    return not (_depth() or load() is None or _count_modes() or _are_transforms_active() or _find_tracer() is not None)
+    # Every operator asks: the same as `not is_watched()`, without the calls, but for a recording of tasks, which is a mode.
+    if _depth() or load() is None or _is_key_included(_PRE_DISPATCH) or (_count_modes() and RECORDING.note is None):
+        return False
+    return not (_are_transforms_active() or _find_tracer() is not None)
 
 
 def is_watched() -> bool:
     """Tell whether somebody follows torch's operators in this thread one by one: a mode, a tracer, a transform."""
-    return bool(_count_modes() or _are_transforms_active() or _find_tracer() is not None)
+    return bool(_count_modes() or is_before_dispatch() or _are_transforms_active() or _find_tracer() is not None)
+
+
+def is_before_dispatch() -> bool:
+    """Tell whether a mode gets torch's operators before autograd does: torch counts those modes apart from the others."""
+    return _is_key_included(_PRE_DISPATCH)
 
 
 def has_tangent(*values: Any) -> bool:
@@ -197,6 +219,9 @@ def call(task: Task, packed: bytes, *tensors: Tensor | None) -> int:
 
 def run(task: Task, packed: bytes) -> int:
     """Run a task as `call` does, unseen by torch's profiler."""
+    if RECORDING.note is not None:
+        RECORDING.note(task, packed)
+        return 0
     given = task.header + packed
     code = load().gf_run_tasks(given, len(given), torch.get_num_threads())  # type: ignore[union-attr]
     if code == _NO_MEMORY:

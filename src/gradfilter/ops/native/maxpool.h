@@ -23,7 +23,7 @@
     F(int64_t, count_bytes)        /* 1, 2 or 4: size of a count; 0: the place itself */
 GF_STRUCT(gf_max_pool, GF_MAX_POOL_FIELDS);
 
-/* The way back: gx[target] += g * count, for each cell of y and each place in reach of it. */
+/* The backward: gx[target] += g * count, for each cell of y and each place in reach of it. */
 #define GF_MAX_ROUTE_FIELDS(F)                                                                      \
     F(int64_t, n) F(int64_t, c)                                                                     \
     F(int64_t, cells) F(int64_t, in_cells) F(int64_t, places) /* cells of y and of x */             \

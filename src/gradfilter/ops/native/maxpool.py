@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradfilter.geometry.tiling import count_dtype
-from gradfilter.geometry.windows import Taps, Windows
+from gradfilter.geometry.windows import Windows
 from gradfilter.ops.check import COUNTS
 from gradfilter.ops.constants import find_target
 from gradfilter.ops.native.library import CHANNELS, call, is_here, is_readable
@@ -51,7 +50,7 @@ def can_max_pool(x: Tensor) -> bool:
 
 def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
     """Return the maxima of windows over x with their patch means and winners."""
-    if not can_max_pool(x) or x.shape[2:] != windows.in_size or windows.taps is None:
+    if not can_max_pool(x) or x.shape[2:] != windows.in_size or windows.taps is None or windows.tables is None:
         return None
     n, c, h, w = x.shape
     (rows, columns), size, patch = windows.taps, windows.size, windows.out_patch
@@ -63,12 +62,11 @@ def max_pool(x: Tensor, windows: Windows) -> Pooled | None:
         winners = empty((n, c, *size), torch.uint8, torch.channels_last)
     else:
         winners = empty((n, *cells, places, c), count_dtype(patch)).permute(0, 4, 1, 2, 3)
-    tables = _pack(rows, columns.reach), _pack(columns, 1)
     pointers = (x.data_ptr(), y.data_ptr(), 0 if mean is None else mean.data_ptr(), winners.data_ptr())
     task = _TASK.pack(
         *(n, c, *size, *patch, 1, 0),
         *pointers,
-        *(table.ctypes.data for table in tables),
+        *(table.ctypes.data for table in windows.tables),
         *(h, w, rows.place.shape[1], columns.place.shape[1], rows.dilation, columns.dilation),
         *(places, columns.reach, 0 if named else winners.element_size()),
     )
@@ -96,8 +94,3 @@ def max_route(g: Tensor, winners: Tensor, windows: Windows) -> Tensor | None:
     task = _ROUTE.pack(*size, g.data_ptr(), winners.data_ptr(), target.data_ptr(), gx.data_ptr())
     call(_ROUTE, task, g, winners, target, gx, gx)
     return gx.permute(0, 3, 1, 2)
-
-
-def _pack(taps: Taps, step: int) -> np.ndarray:
-    """Return one axis as the library reads it, with `step` from one place to the next."""
-    return np.ascontiguousarray(np.column_stack([taps.first, taps.count, taps.place * step]), dtype=np.int32)

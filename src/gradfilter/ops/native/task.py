@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +24,7 @@ TASKS += "depthwise dense winograd expand pairs backward single".split()
 
 _CODES = {INT32: "i", INT64: "q", FLOAT: "f", DOUBLE: "d", POINTER: "P"}
 _NUMPY = {"i4": INT32, "i8": INT64, "f4": FLOAT, "f8": DOUBLE}
+_ADDRESS = struct.Struct("@P")
 _records: dict[str, Record] = {}
 _tasks: dict[str, Task] = {}
 
@@ -85,6 +86,21 @@ class Record:
             yield f"{self.name}.{field}", f"{kind} at byte {offset}, {size} bytes"
         yield self.name, f"{self.size} bytes"
 
+    @cached_property
+    def pointers(self) -> list[int]:
+        """Where in the packed struct addresses stand: those bytes of each that are its first."""
+        before, found = "@", []
+        for _, code in self._leaves:
+            if code == _CODES[POINTER]:
+                found.append(struct.calcsize(f"{before}0{code}"))
+            before += code
+        return found
+
+    def find_pointers(self, packed: bytes) -> list[tuple[int, int]]:
+        """Return place and value of each address in a packed struct, but for those that are 0."""
+        found = [(at, *_ADDRESS.unpack_from(packed, at)) for at in self.pointers]
+        return [(at, address) for at, address in found if address]
+
     def _place_fields(self) -> Iterator[tuple[str, str, int, int]]:
         """Yield the name, the type, the offset and the bytes of each field."""
         before = "@"
@@ -112,6 +128,12 @@ class Task:
         self.name, self.record, self.pack = name, record, record.pack
         self.header = HEADER.pack(TASKS.index(name), record.size)
         _tasks[name] = self
+
+
+def read_task(given: bytes) -> tuple[Task, bytes]:
+    """Return which task is packed behind a header, and its struct's bytes."""
+    number, size = HEADER.unpack(given[: HEADER.size])
+    return _tasks[TASKS[number]], given[HEADER.size : HEADER.size + size]
 
 
 def find_mismatch(said: str, constants: Mapping[str, int]) -> str | None:

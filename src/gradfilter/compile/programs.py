@@ -1,0 +1,201 @@
+"""A compiled step: a forward and a backward program, two halves of one autograd.Function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.fx import Graph
+
+from gradfilter.compile.capture import Capture
+from gradfilter.compile.cut import cut
+from gradfilter.compile.passes.clean import erase_dead, erase_same, make_functional
+from gradfilter.compile.passes.fuse import fuse_expansions, fuse_passes
+from gradfilter.compile.program import Program, Source
+from gradfilter.compile.record import Buffer, View, record
+from gradfilter.compile.trace import lay_out, trace
+from gradfilter.errors import DoubleBackwardError, NotCompilableError
+from gradfilter.ops.native.library import load
+
+JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional)
+"""Passes over the graph of a whole step, in order."""
+FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, fuse_expansions, erase_dead)
+"""Passes over the forward graph, in order."""
+
+
+def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+    """Return what runs a captured graph as a program, for inputs of these shapes; `None` where the C library is not there.
+
+    Args:
+        capture: The graph.
+        inputs: What it is called with first: tensors, and numbers that stay what they are.
+
+    Raises:
+        NotCompilableError: Something in the graph cannot be compiled.
+    """
+    places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    tensors = [inputs[i] for i in places]
+    check_tensors(tensors)
+    if load() is None:
+        return None
+    rest = list(inputs)
+
+    def run(*given: Tensor) -> Sequence[Any]:
+        """Run the graph on tensors."""
+        for i, x in zip(places, given, strict=True):
+            rest[i] = x
+        return capture.run(*rest)
+
+    compiled = Compiled(run, tensors)
+    return lambda *given: compiled(*[given[i] for i in places])
+
+
+def check_tensors(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that programs cannot read."""
+    for x in tensors:
+        if not x.is_cpu or x.layout is not torch.strided:
+            raise NotCompilableError(
+                f"a tensor is on {x.device} in the layout {x.layout}. Programs run on the CPU on dense tensors."
+            )
+
+
+class Compiled:
+    """A model's step for inputs of one shape."""
+
+    def __init__(self, run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> None:
+        """Record, cut, fuse and lower a step.
+
+        Raises:
+            NotCompilableError: Something in the model cannot be compiled.
+        """
+        joint = trace(run, inputs)
+        for edit in JOINT_PASSES:
+            edit(joint.graph.graph)
+        halves = cut(joint)
+        for edit in FORWARD_PASSES:
+            edit(halves.forward)
+        self.joint, self.halves = joint, halves
+        tape, results = record(halves.forward, joint.inputs, joint.graph)
+        self.given = tape.inputs
+        sources = {view.buffer: Source(i, -view.offset * view.dtype.itemsize) for i, view in enumerate(tape.inputs)}
+        handed = tape.results[halves.outputs :]
+        self.forward = Program(tape, sources, handed, halves.outputs)
+        self.backward: Program | None = None
+        if halves.backward is not None:
+            self._make_backward(handed, results)
+
+    def _make_backward(self, handed: list[View | None], results: list[Tensor | None]) -> None:
+        """Lower the backward graph, whose inputs are what forward hands on."""
+        joint, halves, forward = self.joint, self.halves, self.forward
+        saved = results[halves.outputs :]
+        tangents = [torch.empty_like(results[i]) for i in joint.differentiable]  # type: ignore[arg-type]
+        read = [joint.inputs[i] for i in halves.read]
+        tape, _ = record(halves.backward, [*saved, *read, *tangents], joint.graph)  # type: ignore[arg-type, list-item]
+        # What backward is given: the block, tensors that torch made, inputs of the step, outputs, gradients of outputs.
+        self.saved_inputs = list(dict.fromkeys([*halves.read, *(self._find_input(v) for v in handed if self._is_input(v))]))
+        self.saved_outputs = [i for i, v in enumerate(tape_results(forward)) if v is not None and is_shared(v, handed)]
+        first_made, first_input = 1, 1 + len(forward.made)
+        first_output = first_input + len(self.saved_inputs)
+        first_tangent = first_output + len(self.saved_outputs)
+        sources: dict[Buffer, Source] = {}
+        for view, mine in zip(handed, tape.inputs[: len(handed)], strict=True):
+            assert view is not None
+            buffer = view.buffer
+            if buffer in forward.kept:
+                sources[mine.buffer] = Source(0, forward.kept[buffer])
+            elif buffer in forward.made:
+                sources[mine.buffer] = Source(first_made + forward.made.index(buffer), 0)
+            elif buffer.kind == "input":
+                place = self.saved_inputs.index(self._find_input(view))
+                sources[mine.buffer] = Source(first_input + place, -self.given[self._find_input(view)].offset * 4)
+            elif buffer.kind == "constant":
+                mine.buffer.kind = "constant"
+            else:
+                place = next(k for k, i in enumerate(self.saved_outputs) if forward.results[i].buffer is buffer)  # type: ignore[union-attr]
+                sources[mine.buffer] = Source(first_output + place, 0)
+        rest = tape.inputs[len(handed) :]
+        for i, view in zip(halves.read, rest, strict=False):
+            sources[view.buffer] = Source(first_input + self.saved_inputs.index(i), -view.offset * view.dtype.itemsize)
+        self.tangents = rest[len(read) :]
+        for k, view in enumerate(self.tangents):
+            sources[view.buffer] = Source(first_tangent + k, 0)
+        self.backward = Program(tape, sources, [], len(tape.results))
+
+    def _is_input(self, view: View | None) -> bool:
+        return view is not None and view.buffer.kind == "input"
+
+    def _find_input(self, view: View | None) -> int:
+        return next(i for i, mine in enumerate(self.given) if view is not None and mine.buffer is view.buffer)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the model."""
+        if self.backward is None:
+            return tuple(run_forward(self, inputs)[0])  # type: ignore[arg-type]
+        return Step.apply(self, *inputs)  # type: ignore[return-value]
+
+
+def tape_results(program: Program) -> list[View | None]:
+    """Return the views of a program's results."""
+    return program.results
+
+
+def is_shared(view: View, others: Sequence[View | None]) -> bool:
+    """Tell whether a result's memory is among what is handed on."""
+    return view.buffer.kind != "input" and any(other is not None and other.buffer is view.buffer for other in others)
+
+
+def run_forward(step: Compiled, inputs: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor], list[Tensor]]:
+    """Run forward; return outputs, what it hands on, and its inputs as they were read."""
+    given = []
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for x, view in zip(inputs, step.given, strict=True):
+            x = x.detach()
+            if not view.fits(x):
+                x = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(lay_out(x))
+            given.append(x)
+        found = step.forward(given)
+    assert found is not None
+    return *found, given
+
+
+class Step(Function):
+    """A step of a model under a plan: forward at pixel resolution, backward at patch resolution."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Compiled, *inputs: Tensor) -> Any:
+        """Run the forward program, and save what it hands on."""
+        outputs, handed, given = run_forward(step, inputs)
+        ctx.step, ctx.count = step, len(handed)
+        ctx.set_materialize_grads(False)
+        same = [inputs[i] if given[i].data_ptr() == inputs[i].data_ptr() else given[i] for i in step.saved_inputs]
+        ctx.save_for_backward(*handed, *same, *(outputs[i] for i in step.saved_outputs))
+        flat = [y for i, y in enumerate(outputs) if i not in step.joint.differentiable]
+        ctx.mark_non_differentiable(*(y for y in flat if y is not None))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Run the backward program."""
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "a filtered gradient was requested with create_graph=True. The backward pass at patch resolution has no "
+                "second derivative. Call backward() without create_graph, or gradfilter.remove_(model) first."
+            )
+        step, saved = ctx.step, ctx.saved_tensors
+        tangents = []
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for i, view in zip(step.joint.differentiable, step.tangents, strict=True):
+                g = gradients[i]
+                if g is None or not view.fits(g):
+                    new = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+                    g = new.zero_() if g is None else new.copy_(g)
+                tangents.append(g)
+            found = step.backward([*saved, *tangents])
+        assert found is not None
+        result: list[Tensor | None] = [None] * (1 + len(step.given))
+        for i, g in zip(step.joint.trained, found[0], strict=True):
+            result[1 + i] = g
+        return tuple(result)

@@ -1,0 +1,101 @@
+"""One training step of a model as one graph of operators: forward, and after it backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import Library, register_fake
+from torch.nn import Parameter
+
+from gradfilter.deferred import plain_torch
+from gradfilter.errors import NotCompilableError
+from gradfilter.tensor import is_live, leave
+
+_LIBRARY = Library("gradfilter", "FRAGMENT")
+_LIBRARY.define("tangent(Tensor y) -> Tensor")
+_LIBRARY.impl("tangent", lambda y: torch.zeros_like(y), "CompositeExplicitAutograd")
+register_fake("gradfilter::tangent", lambda y: torch.empty_like(y), lib=_LIBRARY)
+TANGENT = torch.ops.gradfilter.tangent.default
+"""Stands in a graph for the gradient of an output: what is recorded before the first one is forward, the rest backward."""
+
+
+@dataclass
+class Joint:
+    """A recorded step.
+
+    Attributes:
+        graph: From the inputs to the outputs and then the gradients, with `TANGENT` nodes between forward and backward.
+        inputs: The tensors with which it was recorded, in order.
+        outputs: How many outputs there are.
+        differentiable: Which of them have a gradient, in the order of the `TANGENT` nodes.
+        trained: Which inputs have a gradient, in the order of the gradients.
+    """
+
+    graph: GraphModule
+    inputs: list[Tensor]
+    outputs: int
+    differentiable: list[int]
+    trained: list[int]
+
+
+def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
+    """Record a step of a model that runs under the eager engine.
+
+    Args:
+        run: The model, from its inputs to a sequence of tensors.
+        inputs: Its inputs: parameters, buffers and images. They are not changed.
+
+    Raises:
+        NotCompilableError: An input or an output is no tensor.
+    """
+    for i, x in enumerate(inputs):
+        if not isinstance(x, Tensor):
+            raise NotCompilableError(f"input {i} of the graph is a {type(x).__name__}, where programs take tensors alone.")
+    trained = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
+    differentiable: list[int] = []
+
+    def step(*given: Tensor) -> list[Tensor | None]:
+        leaves = list(given)
+        for i in trained:
+            leaves[i] = given[i].detach().requires_grad_()
+        outputs = [end_region(y) for y in run(*leaves)]
+        differentiable[:] = [i for i, y in enumerate(outputs) if y.requires_grad]
+        if not differentiable:
+            return [y.detach() for y in outputs]
+        ends = [outputs[i] for i in differentiable]
+        tangents = [TANGENT(y.detach()) for y in ends]
+        gradients = torch.autograd.grad(ends, [leaves[i] for i in trained], tangents, allow_unused=True)
+        return [*(y.detach() for y in outputs), *gradients]
+
+    with torch.random.fork_rng(devices=[]):
+        # What a model changes in place, such as running statistics, is changed here, too: on copies.
+        copies = [x if isinstance(x, Parameter) else lay_out(x.detach()).clone() for x in inputs]
+        examples = [x.requires_grad_(i in trained) if not isinstance(x, Parameter) else x for i, x in enumerate(copies)]
+        graph = make_fx(step, tracing_mode="real")(*examples)
+    count = len(find_results(graph)) - (len(trained) if differentiable else 0)
+    return Joint(graph, [x.detach() for x in copies], count, differentiable, trained)
+
+
+def lay_out(x: Tensor) -> Tensor:
+    """Return a map as the library reads it: its channels last."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def end_region(y: Any) -> Tensor:
+    """Return an output of the model as a plain tensor."""
+    if not isinstance(y, Tensor):
+        raise NotCompilableError(f"an output of the graph is a {type(y).__name__}, where programs return tensors alone.")
+    with plain_torch():
+        return leave(y) if is_live(y) else y
+
+
+def find_results(graph: GraphModule) -> list[Node | None]:
+    """Return the nodes that a graph returns."""
+    (end,) = graph.graph.find_nodes(op="output")
+    return list(end.args[0])  # type: ignore[arg-type]
