@@ -139,7 +139,9 @@ class Program:
             self.drop[i].append(buffer)
         for i, step in enumerate(self.steps):
             if isinstance(step, CallStep):  # what nobody reads may have another shape than it has on shapes alone
-                read = {view.buffer for view in step.results if view is not None and (view.buffer in held or last[view.buffer] > i)}
+                read = {
+                    view.buffer for view in step.results if view is not None and (view.buffer in held or last[view.buffer] > i)
+                }
                 step.results = [view if view is not None and view.buffer in read else None for view in step.results]
 
     def take(self) -> Workspace:
