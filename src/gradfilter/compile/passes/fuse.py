@@ -80,7 +80,9 @@ def is_convolution(node: Node) -> bool:
 
 def is_sum(node: Node) -> bool:
     """Tell whether a node is a map that is added to another, whose sum is activated."""
-    return any(is_step(last) for user in node.users if user.target is aten.add.Tensor and user.args[0] is node for last in user.users)
+    return any(
+        is_step(last) for user in node.users if user.target is aten.add.Tensor and user.args[0] is node for last in user.users
+    )
 
 
 def is_before_norm(node: Node) -> bool:
