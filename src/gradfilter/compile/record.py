@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -157,7 +158,7 @@ class Recorder(TorchDispatchMode):
         given, options = self.find_views(args, kwargs)
         out = find_out(func)
         if isinstance(found, Tensor) and (out is not None or func in COPIES):
-            view = self.find_view(self.make_blank(new[0]))
+            view = self.find_view(self.make_blank(new[0]))  # type: ignore[arg-type]
             if out is None:
                 self.add(CallStep(aten.copy_.default, (view, given[0]), {}, []))
             else:
@@ -202,7 +203,7 @@ class Recorder(TorchDispatchMode):
         if key not in self.buffers:
             self.buffers[key] = Buffer(x)
             self.places = []
-        return View(self.buffers[key], x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+        return View(self.buffers[key], x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def find_views(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return arguments with views in place of tensors; what nobody has made is a constant."""
@@ -298,7 +299,8 @@ def find_attribute(owner: GraphModule, node: Node) -> Any:
 
 def run_node(node: Node, values: dict[Node, Any], tape: Tape) -> Any:
     """Run a node on tensors whose numbers nobody reads."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    given: Any = map_arg((node.args, node.kwargs), lambda n: values[n])
+    args, kwargs = given
     if node.target is operator.getitem:
         return args[0][args[1]]
     if node.target.namespace == "gradfilter":  # type: ignore[union-attr]
