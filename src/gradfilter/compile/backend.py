@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx import GraphModule
@@ -104,7 +104,6 @@ class Programs:
         static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
-        self.lock = threading.Lock()
         self.told = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -120,7 +119,8 @@ class Programs:
         shapes = tuple(tuple(inputs[i].shape) for i in self.data if isinstance(inputs[i], Tensor))
         if not self.is_compiled_for(shapes):
             return self.capture.run
-        with self.lock:
+        # Dynamo's own lock: recording a program changes how modules are called, in all threads, which Dynamo must not see.
+        with compile_lock:
             if symbols not in self.programs:
                 self.programs[symbols] = make_program_or_run(self.capture, inputs)
         return self.programs[symbols]
@@ -176,6 +176,8 @@ def let_engine_run() -> None:
 
     # Under DistributedDataParallel Dynamo would hand over graphs in pieces, with inputs of which none is a parameter.
     torch._dynamo.config.optimize_ddp = False
+    # While one thread records a program, a model that another thread calls runs eagerly, where Dynamo would raise.
+    torch._dynamo.config.error_on_nested_fx_trace = False
 
 
 def skip_frame(builder: VariableBuilder, value: Any) -> Any:
