@@ -12,6 +12,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables.builder import VariableBuilder
+from torch.compiler import _compile_session_context
 from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
@@ -119,8 +120,9 @@ class Programs:
         shapes = tuple(tuple(inputs[i].shape) for i in self.data if isinstance(inputs[i], Tensor))
         if not self.is_compiled_for(shapes):
             return self.capture.run
-        # Dynamo's own lock: recording a program changes how modules are called, in all threads, which Dynamo must not see.
-        with compile_lock:
+        # Recording a program changes how modules are called, in all threads. So Dynamo, of which this is the lock, captures
+        # nothing meanwhile; and the flag tells compiled models that other threads call that it is not they who are traced.
+        with compile_lock, _compile_session_context():
             if symbols not in self.programs:
                 self.programs[symbols] = make_program_or_run(self.capture, inputs)
         return self.programs[symbols]
@@ -176,8 +178,6 @@ def let_engine_run() -> None:
 
     # Under DistributedDataParallel Dynamo would hand over graphs in pieces, with inputs of which none is a parameter.
     torch._dynamo.config.optimize_ddp = False
-    # While one thread records a program, a model that another thread calls runs eagerly, where Dynamo would raise.
-    torch._dynamo.config.error_on_nested_fx_trace = False
 
 
 def skip_frame(builder: VariableBuilder, value: Any) -> Any:
