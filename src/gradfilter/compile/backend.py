@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables.builder import VariableBuilder
+from torch.compiler import _compile_session_context
 from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
@@ -105,7 +106,6 @@ class Programs:
         static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
-        self.lock = threading.Lock()
         self.told = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -121,7 +121,9 @@ class Programs:
         shapes = tuple(tuple(inputs[i].shape) for i in self.data if isinstance(inputs[i], Tensor))
         if not self.is_compiled_for(shapes):
             return self.capture.run
-        with self.lock:
+        # Recording a program changes how modules are called, in all threads. So Dynamo, of which this is the lock, captures
+        # nothing meanwhile; and the flag tells compiled models that other threads call that it is not they who are traced.
+        with compile_lock, _compile_session_context():
             if symbols not in self.programs:
                 self.programs[symbols] = program = make_program_or_run(self.capture, inputs)
                 if isinstance(program, Compiled):

@@ -82,7 +82,7 @@ def name_operator(node: Node) -> str:
     parts = [user.args[1] for user in node.users]
     if name == "expand":
         middle, end = (
-            describe_ending(e.scale, e.act, node.args[i] is not None) for e, i in ((given["middle"], 3), (given["end"], 13))
+            describe_ending(e.act, node.args[i] is not None) for e, i in ((given["middle"], 3), (given["end"], 13))
         )
         return f"expand{middle}, depthwise{end}"
     residual = node.args[-1] is not None
