@@ -68,7 +68,7 @@ class Capture:
             elif node.target is torch.ops.gradfilter.mark:
                 self._replace(node, nodes)
             else:
-                body = next((arg for arg in node.args if isinstance(real.get(arg), GraphModule)), None)
+                body = next((arg for arg in node.args if isinstance(arg, Node) and isinstance(real.get(arg), GraphModule)), None)
                 if body is not None:  # a checkpoint, say: a function that is called with a graph and its inputs
                     rest = [real.get(arg) for arg in node.args[node.args.index(body) + 1 :] if isinstance(arg, Node)]
                     setattr(new, body.target, self._rewrite(real[body], rest))
