@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradfilter as gf
-from gradfilter.errors import CompileError, SettingsError
+from gradfilter.errors import CompileError
 from gradfilter.hooks import find_applied
 from helpers_safety import Net, make_images, randomise
 
@@ -40,16 +42,16 @@ def fresh():
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Count the captured graphs that run."""
-    from gradfilter.compile.capture import Capture
+    """Count how often captured graphs with planned layers run."""
+    from gradfilter.compile.backend import Programs
 
-    count, run = [], Capture.run
+    count, run = [], Programs.__call__
 
     def counted(self: Any, *inputs: Any) -> Any:
         count.append(self)
         return run(self, *inputs)
 
-    monkeypatch.setattr(Capture, "run", counted)
+    monkeypatch.setattr(Programs, "__call__", counted)
     return count
 
 
@@ -160,14 +162,12 @@ def test_two_plans_in_turn(runs):
 def test_layers_frozen_and_thawed(runs):
     model = gf.apply_(make_net(), ALL)
     call = compiled(model)
-    for parameters in (model.block1, model.block2, model.fc):  # type: ignore[attr-defined]
-        parameters.requires_grad_(False)
-        twin = copy.deepcopy(model)
-        expected = find_gradients(twin, twin, make_images()) if parameters is not model.fc else None
-        if expected is not None:
+    for part in (model.block1, model.block2):  # type: ignore[attr-defined]
+        for trains in (False, True):
+            part.requires_grad_(trains)
+            twin = copy.deepcopy(model)
+            expected = find_gradients(twin, twin, make_images())
             assert distance(find_gradients(model, call, make_images()), expected) <= 1e-10
-            parameters.requires_grad_(True)
-        check(model, call, make_images()) if expected is not None else None
     assert len(runs) == 4
 
 
@@ -329,10 +329,9 @@ def test_two_outputs(named, runs):
     model = gf.apply_(Heads(named), ALL)
     check(model, compiled(model), make_images())
     assert len(runs) == 1
-    expected = find_gradients(twin := copy.deepcopy(model), lambda x: list(twin(x).values())[0] if named else twin(x)[0], make_images())
-    call = compiled(model)
-    gradients = find_gradients(model, lambda x: list(call(x).values())[0] if named else call(x)[0], make_images())
-    assert distance(gradients, expected) <= 1e-10
+    call, twin, first = compiled(model), copy.deepcopy(model), "out" if named else 0
+    expected = find_gradients(twin, lambda x: twin(x)[first], make_images())
+    assert distance(find_gradients(model, lambda x: call(x)[first], make_images()), expected) <= 1e-10
 
 
 def test_dropout_draws_as_in_eager_mode(runs):
@@ -444,16 +443,25 @@ def test_a_graph_that_breaks(train, runs):
 
 
 class Checkpointed(nn.Module):
-    """Run a network's middle under a checkpoint."""
+    """Run a network's first block and a dropout under a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = make_net()
+        self.net = make_net(nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         net: Any = self.net
-        x = checkpoint(net.block1, net.stem(x), use_reentrant=False)  # type: ignore[assignment]
+        x = checkpoint(lambda x: net.middle(net.block1(x)), net.stem(x), use_reentrant=False)  # type: ignore[assignment]
         return net.fc(net.pool(net.block2(x)).flatten(1))
+
+
+def count_saved(model: nn.Module, call: Call) -> int:
+    """Return how many tensors a forward saves, but for parameters, buffers, and those that a checkpoint computes again."""
+    own = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        call(make_images())
+    return sum(x.data_ptr() not in own for x in saved)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -462,6 +470,27 @@ def test_a_checkpoint(train, runs):
     call = compiled(model)
     for _ in range(2):
         check(model, call, make_images())
+    assert len(runs) == 2
+    assert count_saved(model, call) == count_saved(model, model)
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A batch norm that computes in a way of its own, and counts batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        if self.training:
+            var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        assert mean is not None
+        assert var is not None
+        return (x - mean[:, None, None]) * (self.weight / (var + self.eps).sqrt())[:, None, None] + self.bias[:, None, None]
+
+
+@pytest.mark.filterwarnings("ignore::gradfilter.errors.ExitWarning")
+def test_a_frozen_norm_of_another_kind(caplog):
+    model = gf.apply_(make_net(OwnNorm(5)), ALL).train()
+    check(model, compiled(model), make_images())
+    assert "OwnNorm" in caplog.text
 
 
 def test_frozen_parts_alone(runs):
@@ -488,7 +517,7 @@ REFUSING = {
 @pytest.mark.parametrize("way", REFUSING)
 def test_others_say_what_to_use_instead(way):
     model = gf.apply_(make_net(), ALL)
-    with pytest.raises(Exception, match='torch.compile\\(model, backend="gradfilter"\\)'):
+    with pytest.raises(Exception, match=r'torch.compile\(model, backend="gradfilter"\)'):
         REFUSING[way](model)
     check(model, model, make_images())
 
@@ -515,6 +544,45 @@ def test_describe_says_whether_a_model_is_compiled():
 
 
 def test_importing_and_applying_load_no_compiler():
-    code = "import sys, gradfilter as gf, torch; gf.apply_(torch.nn.Conv2d(3, 4, 3), gf.Plan.all(gf.Backward(patch=2)))(torch.ones(1, 3, 8, 8))"
-    code += "; assert 'torch._dynamo.eval_frame' not in sys.modules"
+    code = """
+import sys, torch, gradfilter as gf
+gf.apply_(torch.nn.Conv2d(3, 4, 3), gf.Plan.all(gf.Backward(patch=2)))(torch.ones(1, 3, 8, 8))
+assert "torch._dynamo.eval_frame" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_under_a_plan_is_freed_at_once():
+    model = gf.apply_(make_net(), ALL)
+    make_loss(model(make_images())).backward()
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_numbers_as_inputs_run_eagerly(caplog):
+    model = gf.apply_(make_net(), ALL).train()
+    call = compiled(model, dynamic=True)
+    for n in (2, 3):
+        check(model, call, make_images(n))
+    assert "Leave out dynamic=True" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+@pytest.mark.parametrize("plan", PLANS)
+def test_data_parallel(plan, runs, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = gf.apply_(make_net(), PLANS[plan]).train()
+        call = compiled(nn.parallel.DistributedDataParallel(model))
+        twin = copy.deepcopy(model)
+        for _ in range(2):
+            expected = find_gradients(twin, twin, make_images())
+            assert distance(find_gradients(model, call, make_images()), expected) <= 1e-10
+        assert len(runs) == 2
+    finally:
+        torch.distributed.destroy_process_group()

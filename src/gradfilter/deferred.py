@@ -24,6 +24,7 @@ from gradfilter.geometry.tiling import Pair
 from gradfilter.keep.base import Promise, is_saving_watched
 from gradfilter.ops import IDENTITY, Act, Ending, Fused, native
 from gradfilter.ops.native import make_cells
+from gradfilter.ops.operator import is_recorded
 from gradfilter.recipe import Ended, Padding, Recipe, Zeros, find_convolution, start
 from gradfilter.switch import Switch
 
@@ -266,6 +267,9 @@ def run_act(x: Handle, act: Act, inplace: bool) -> Fused | None:
     if x.recipe is not None and not x.recipe.is_open:
         resolve(x)
     if x.recipe is None:
+        if is_recorded():  # a graph has one node for it
+            fused = ops.norm_act(x.value, None, None, act, x.patch)
+            return fused if not inplace else fused._replace(y=x.value.copy_(fused.y))
         if not native.can_run(x.value):
             return None
         return ops.norm_act(x.value, None, None, act, x.patch, out=x.value if inplace else None)

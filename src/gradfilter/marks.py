@@ -20,8 +20,8 @@ from gradfilter.errors import CompileError
 from gradfilter.ops.operator import LIBRARY
 
 REFUSAL = (
-    'a model under a plan of gradfilter is compiled by torch.compile(model, backend="gradfilter"). Other backends, torch.export '
-    "and torch.jit.trace would lose the plan: use that backend, or call gradfilter.remove_(model) first."
+    'a model under a plan of gradfilter is compiled by torch.compile(model, backend="gradfilter"). Other backends, '
+    "torch.export and torch.jit.trace would lose the plan: use that backend, or call gradfilter.remove_(model) first."
 )
 OUTPUT = " output"
 """The end of the key of a mark behind a module, where a hook has one in front of it, too."""
@@ -59,8 +59,8 @@ def find_hook(key: str) -> Any:
     hook = _marking.get(key.removesuffix(OUTPUT))
     if hook is None:
         raise CompileError(
-            f"a compiled graph belongs to a plan that is no longer applied (mark '{key}'). Call torch.compiler.reset(), and the "
-            "model is compiled anew under the plan in force."
+            f"a compiled graph belongs to a plan that is no longer applied (mark '{key}'). Call torch.compiler.reset(), and "
+            "the model is compiled anew under the plan in force."
         )
     return hook
 

@@ -186,9 +186,9 @@ class PatchTensor(Handle):
                     resolve(x)
                 if not x.watch.closed:
                     x.watch.close()
-            if live and is_recorded():
-                args = tree_map_only(PatchTensor, leave, args)
-                kwargs = {key: tree_map_only(PatchTensor, leave, value) for key, value in kwargs.items()}
+            if is_recorded():
+                args = tree_map_only(PatchTensor, make_ordinary, args)
+                kwargs = {key: tree_map_only(PatchTensor, make_ordinary, value) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
             for x in given:
                 check_not_borrowed(x)
@@ -283,6 +283,13 @@ def carrier_layout(x: PatchTensor) -> Layout:
 def leave(x: PatchTensor) -> Tensor:
     """Return x as a plain tensor with its gradient, for a tracer, which does not know PatchTensors."""
     return Leave.apply(x.carrier, pixels(x), x.patch, x.spatial, x.choices, PatchTensor)  # type: ignore[return-value]
+
+
+def make_ordinary(x: PatchTensor) -> Tensor:
+    """Return x as a plain tensor for a tracer, with its gradient where it has one."""
+    if not x.requires_grad:
+        return pixels(x)
+    return leave(x) if is_live(x) else x.as_subclass(Tensor)
 
 
 def mean(x: PatchTensor) -> Tensor:

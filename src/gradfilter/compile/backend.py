@@ -27,6 +27,7 @@ ENGINE = "carriers deferred emit frozen geometry hooks keep marks ops recipe reg
 """The modules and packages that run as they are, wherever they are called from."""
 MOST_SHAPES = 8
 """How many shapes of the input a user may name."""
+EAGERLY = "a part of a model that is compiled runs eagerly, with the same gradients, but slower: %s"
 Shape = tuple[int, ...]
 
 
@@ -46,21 +47,32 @@ def gradfilter(
             `torch.compile(model, backend="gradfilter", options={"shapes": [(8, 3, 224, 224), (1, 3, 224, 224)]})`.
     """
     shapes = read_options(options or {})
-    capture = Capture(gm, example_inputs)
+    try:
+        capture = Capture(gm, example_inputs)
+    except NotCompilableError as error:
+        logger.warning(EAGERLY, error)
+        raise SkipFrame(str(error)) from None  # and Dynamo lets the function run as it is
     if not capture.keys:
         return gm.forward  # no plan: torch's own functions
     if not capture.planned:
         return capture.run  # frozen layers alone
-    return Programs(capture, gm, shapes)
+    if has_number_inputs(gm):
+        logger.warning(EAGERLY, "numbers, as the momentum of a norm, became inputs of the graph. Leave out dynamic=True.")
+        return capture.run
+    return Programs(capture, gm, example_inputs, shapes)
+
+
+def has_number_inputs(gm: GraphModule) -> bool:
+    """Tell whether numbers of the model are inputs of a graph, as tensors without axes."""
+    graph_args = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]
+    return any(getattr(arg, "pass_arg_as_tensor", False) for arg in graph_args)
 
 
 def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
     """Return the shapes that a user names."""
     unknown = set(options) - {"shapes"}
     if unknown:
-        raise SettingsError(
-            f"the backend \"gradfilter\" got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …]."
-        )
+        raise SettingsError(f"the backend 'gradfilter' got the option '{min(unknown)}'. It has one: shapes=[(N, C, H, W), …].")
     shapes = options.get("shapes", ())
     try:
         named = frozenset(tuple(int(n) for n in shape) for shape in shapes)
@@ -76,18 +88,19 @@ def read_options(options: Mapping[str, Any]) -> frozenset[Shape]:
 class Programs:
     """A captured graph that runs as a program for some shapes of its inputs, and eagerly for all others."""
 
-    def __init__(self, capture: Capture, gm: GraphModule, named: frozenset[Shape]) -> None:
+    def __init__(self, capture: Capture, gm: GraphModule, inputs: Sequence[Any], named: frozenset[Shape]) -> None:
         """Start without programs.
 
         Args:
             capture: The graph.
             gm: The same as Dynamo has captured it.
+            inputs: What it will be called with.
             named: The shapes of the network's input that the user names; where there are none, the first ones are compiled.
         """
         self.capture, self.named = capture, named
         places = [node for node in gm.graph.nodes if node.op == "placeholder"]
         # All shapes in a graph follow from its symbols, which Dynamo passes as numbers. Most often there are none.
-        self.symbols = [i for i, node in enumerate(places) if isinstance(node.meta.get("example_value"), torch.SymInt)]
+        self.symbols = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
         static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -143,7 +156,7 @@ def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[...
     try:
         program = make_program(capture, inputs)
     except NotCompilableError as error:
-        logger.warning("a captured graph runs eagerly, with right gradients, but slower: %s", error)
+        logger.warning(EAGERLY, error)
         return capture.run
     return capture.run if program is None else program
 
@@ -160,6 +173,9 @@ def let_engine_run() -> None:
     for trace_numpy in (False, True):  # a setting of Dynamo, which has a table for each of its values
         table = VariableBuilder._type_dispatch_impl(trace_numpy)
         table.update(dict.fromkeys((PatchTensor, DeferredTensor, FrozenTensor), skip_frame))
+
+    # Under DistributedDataParallel Dynamo would hand over graphs in pieces, with inputs of which none is a parameter.
+    torch._dynamo.config.optimize_ddp = False
 
 
 def skip_frame(builder: VariableBuilder, value: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from gradfilter.errors import NotCompilableError
 from gradfilter.hooks import Applied, FrozenStatistics, PlannedLayer
@@ -17,6 +19,7 @@ from gradfilter.marks import find_hook
 from gradfilter.tensor import PatchTensor
 
 BATCH_NORMS = F.batch_norm, torch.batch_norm
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 TRAINING = 5
 """The place of the argument `training` of both."""
 
@@ -68,10 +71,13 @@ class Capture:
             elif node.target is torch.ops.gradfilter.mark:
                 self._replace(node, nodes)
             else:
-                body = next((arg for arg in node.args if isinstance(arg, Node) and isinstance(real.get(arg), GraphModule)), None)
-                if body is not None:  # a checkpoint, say: a function that is called with a graph and its inputs
-                    rest = [real.get(arg) for arg in node.args[node.args.index(body) + 1 :] if isinstance(arg, Node)]
-                    setattr(new, body.target, self._rewrite(real[body], rest))
+                parts: list[Any] = [real.get(arg) if isinstance(arg, Node) else None for arg in node.args]
+                body = next((i for i, part in enumerate(parts) if isinstance(part, GraphModule)), None)
+                if body is not None:  # a function that is called with a graph and its inputs
+                    setattr(new, node.args[body].target, self._rewrite(parts[body], parts[body + 1 :]))
+                if node.target is CHECKPOINT:
+                    node.target = run_checkpoint
+        new.meta.update(gm.meta)
         new.recompile()
         return new
 
@@ -82,11 +88,11 @@ class Capture:
             node: The mark.
             nodes: The nodes of parameters and buffers, by their ids.
         """
-        x, key = node.args
+        x, key = cast(tuple[Node, str], node.args)
         hook = find_hook(key)
         self.keys.append(key)
         if isinstance(hook, FrozenStatistics):
-            freeze_statistics(hook.owner.find(), node, nodes)
+            freeze_statistics(hook.owner.find(), nodes)
             node.replace_all_uses_with(x)
             node.graph.erase_node(node)
             return
@@ -105,6 +111,12 @@ def act(x: Tensor, key: str, weight: Tensor | None) -> Any:
     return y
 
 
+def run_checkpoint(body: GraphModule, *inputs: Any, **options: Any) -> Any:
+    """Run a part of a graph as `torch.utils.checkpoint` does: the operator in the graph would draw random numbers anew."""
+    contexts = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+    return checkpoint(body.forward, *inputs, **{**options, "use_reentrant": False, "context_fn": contexts})
+
+
 def find_attribute(module: nn.Module, target: str) -> Any:
     """Return what a graph finds under a dotted name."""
     found: Any = module
@@ -113,10 +125,9 @@ def find_attribute(module: nn.Module, target: str) -> Any:
     return found
 
 
-def freeze_statistics(norm: nn.Module, mark: Node, nodes: dict[int, Node]) -> None:
+def freeze_statistics(norm: Any, nodes: dict[int, Node]) -> None:
     """Let a batch norm run in eval mode, as `FrozenStatistics` does: by its statistics, which it neither counts nor moves."""
-    mean = nodes.get(id(norm._buffers.get("running_mean")))
-    counter = nodes.get(id(norm._buffers.get("num_batches_tracked")))
+    mean, counter = (nodes.get(id(norm._buffers.get(name))) for name in ("running_mean", "num_batches_tracked"))
     found = False
     for node in list(mean.users) if mean is not None else ():
         if node.target in BATCH_NORMS:
@@ -125,12 +136,12 @@ def freeze_statistics(norm: nn.Module, mark: Node, nodes: dict[int, Node]) -> No
                 node.update_kwarg("training", False)
             elif len(node.args) > TRAINING:
                 node.update_arg(TRAINING, False)
-    for node in list(counter.users) if counter is not None else ():
-        if node.target == "add_" or getattr(node.target, "__name__", "") in ("iadd", "add_"):
+    if counter is not None:
+        for node in [user for user in counter.users if user.target in ("add_", operator.iadd)]:
             node.replace_all_uses_with(counter)
             node.graph.erase_node(node)
     if norm.training and norm._buffers.get("running_mean") is not None and not found:
         raise NotCompilableError(
-            f"a {type(norm).__name__} whose statistics are frozen does not call torch.nn.functional.batch_norm. Call model.eval(), "
-            'or use Plan(batch_norm="train").'
+            f"a {type(norm).__name__} whose statistics are frozen does not call torch.nn.functional.batch_norm. "
+            'Call model.eval(), or use Plan(batch_norm="train").'
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradfilter.compile.memory import place, place_apart
-from gradfilter.compile.record import Buffer, CallStep, Tape, TaskStep, View, find_buffers
+from gradfilter.compile.record import Buffer, Tape, TaskStep, View, find_buffers
 from gradfilter.ops.native.library import load
 from gradfilter.ops.native.memory import empty
 
@@ -44,19 +44,50 @@ class Run(NamedTuple):
     words: list[tuple[int, Buffer, int]]
 
 
-@dataclass
+@dataclass(eq=False)
+class Call:
+    """A call of torch.
+
+    Attributes:
+        func: The operator.
+        args: Its arguments, views in place of tensors.
+        kwargs: The same by name.
+        results: A view for each tensor that it returns and that is read.
+    """
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: list[View | None]
+
+
+@dataclass(eq=False)
 class Workspace:
     """What one call of a program writes to, and the next one uses again.
 
     Attributes:
         packed: The tasks.
         arena: The memory of what lives within the call.
-        shown: Tensors on the arena, by view.
+        calls: For each call of torch its arguments, with tensors on the arena in them, and what is still to be put in.
     """
 
     packed: np.ndarray
     arena: Tensor
-    shown: dict[View, Tensor] = field(default_factory=dict)
+    calls: dict[Call, Prepared] = field(default_factory=dict)
+
+
+class Prepared(NamedTuple):
+    """The arguments of a call of torch.
+
+    Attributes:
+        args: By place.
+        kwargs: By name.
+        late: Those that differ from call to call: where they go, their key there, and the view, or a list of views.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    late: list[tuple[Any, Any, Any]]
 
 
 class Program:
@@ -97,10 +128,10 @@ class Program:
     def _pack(self) -> None:
         """Pack all tasks into one array, and note where in it addresses stand."""
         packed, words, known = bytearray(), [], []
-        self.steps: list[Run | CallStep] = []
+        self.steps: list[Run | Call] = []
         for is_task, group in groupby(self.tape.steps, key=lambda step: isinstance(step, TaskStep)):
             if not is_task:
-                self.steps += group  # type: ignore[arg-type]
+                self.steps += [Call(step.func, list(step.args), step.kwargs, step.results) for step in group]  # type: ignore[union-attr]
                 continue
             begin, late = len(packed), []
             for step in group:
@@ -128,26 +159,48 @@ class Program:
         self._given = [(numbers[b], *source) for b, source in self.sources.items() if b in numbers]
 
     def _find_last_uses(self) -> None:
-        """Find after which step each tensor that torch has made is no longer read."""
+        """Find after which step each tensor that torch has made is no longer read, and which ones nobody reads."""
         held = {*self.made, *(view.buffer for view in self.results if view is not None)}
         last: dict[Buffer, int] = {}
         for i, step in enumerate(self.steps):
-            used = [b for _, b, _ in step.words] if isinstance(step, Run) else find_buffers(step)
-            last |= {b: i for b in used if b.kind == "made" and b not in held}
+            used = [b for _, b, _ in step.words] if isinstance(step, Run) else list_buffers((step.args, step.kwargs))
+            last |= {b: i for b in used if b.kind == "made"}
         self.drop: list[list[Buffer]] = [[] for _ in self.steps]
         for buffer, i in last.items():
-            self.drop[i].append(buffer)
-        for i, step in enumerate(self.steps):
-            if isinstance(step, CallStep):  # what nobody reads may have another shape than it has on shapes alone
-                read = {view.buffer for view in step.results if view is not None and (view.buffer in held or last[view.buffer] > i)}
-                step.results = [view if view is not None and view.buffer in read else None for view in step.results]
+            if buffer not in held:
+                self.drop[i].append(buffer)
+        for step in self.steps:
+            if isinstance(step, Call):  # what nobody reads may have another shape than shapes alone say
+                step.results = [
+                    view if view and (view.buffer in held or view.buffer in last) else None for view in step.results
+                ]
 
-    def take(self) -> Workspace:
-        """Return a workspace that no other call uses."""
-        try:
-            return self.free.pop()
-        except IndexError:
-            return Workspace(self.packed.copy(), torch.empty(self.arena_bytes, dtype=torch.uint8))
+    def make_workspace(self) -> Workspace:
+        """Return a new workspace."""
+        space = Workspace(self.packed.copy(), torch.empty(self.arena_bytes, dtype=torch.uint8))
+        storage = space.arena.untyped_storage()
+
+        def show(x: Any) -> Any:
+            """Return a tensor for a view that is the same in all calls, else the view."""
+            if isinstance(x, View) and x.buffer in self.within:
+                return x.show(storage, self.within[x.buffer])
+            return x.show(x.buffer.tensor.untyped_storage()) if isinstance(x, View) and x.buffer.kind == "constant" else x
+
+        for step in self.steps:
+            if isinstance(step, Call):
+                args, kwargs = [show(x) for x in step.args], {key: show(x) for key, x in step.kwargs.items()}
+                items = [(args, i, x) for i, x in enumerate(args)] + [(kwargs, key, x) for key, x in kwargs.items()]
+                late = [item for item in items if list_buffers(item[2])]
+                space.calls[step] = Prepared(args, kwargs, late)
+        return space
+
+    def release(self) -> None:
+        """Forget the tensors that stood for memory while the graph was recorded."""
+        for buffer in self.numbers:
+            if buffer.kind != "constant":
+                buffer.tensor = buffer.tensor.to("meta")
+        self.held = self.tape.held
+        del self.tape
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]] | None:
         """Run it.
@@ -159,7 +212,10 @@ class Program:
             Results and what backward reads: a block of bytes, and the tensors that torch made. `None` where the library says
             that values call for another way.
         """
-        space = self.take()
+        try:
+            space = self.free.pop()
+        except IndexError:
+            space = self.make_workspace()
         try:
             return self._run(space, given)
         finally:
@@ -185,41 +241,50 @@ class Program:
         def show(view: View) -> Tensor:
             """Return the tensor that a view is in this call."""
             buffer = view.buffer
-            if buffer in self.within:
-                found = space.shown.get(view)
-                if found is None:
-                    found = space.shown[view] = view.show(space.arena.untyped_storage(), self.within[buffer])
-                return found
             if buffer in values:
                 x = values[buffer]
                 return x if view.fits(x) else view.show(x.untyped_storage())
             if buffer in self.kept:
                 return view.show(block.untyped_storage(), self.kept[buffer])
+            if buffer in self.within:
+                return view.show(space.arena.untyped_storage(), self.within[buffer])
             if buffer.kind == "constant":
                 return view.show(buffer.tensor.untyped_storage())
             index, shift = self.sources[buffer]
             x = given[index]
+            if view.offset * view.dtype.itemsize + shift == 0 and view.fits(x):
+                return x
             return view.show(x.untyped_storage(), x.storage_offset() * x.dtype.itemsize + shift)
 
-        for i, step in enumerate(self.steps):
+        for step, drop in zip(self.steps, self.drop, strict=True):
             if isinstance(step, Run):
                 for word, buffer, offset in step.words:
                     packed[word] = values[buffer].untyped_storage().data_ptr() + offset
                 code = run(start + step.begin, step.size, threads)
-                if code > 0:
-                    return None
-                if code < 0:
+                if code:
+                    if code > 0:
+                        return None
                     raise MemoryError("gradfilter's native library found no memory for its scratch; use a smaller batch")
             else:
-                found = step.func(*tree_map_only(View, show, step.args), **tree_map_only(View, show, step.kwargs))
-                made = [found] if isinstance(found, Tensor) else found
+                args, kwargs, late = space.calls[step]
+                for place, key, view in late:
+                    place[key] = show(view) if isinstance(view, View) else tree_map_only(View, show, view)
+                found = step.func(*args, **kwargs)
+                made = (found,) if isinstance(found, Tensor) else found
                 for view, x in zip(step.results, made, strict=False):
                     if view is not None:
                         values[view.buffer] = x if view.fits(x) else copy_to(x, view)
-            for buffer in self.drop[i]:
+                for place, key, view in late:
+                    place[key] = view  # nothing of this call stays alive
+            for buffer in drop:
                 values.pop(buffer, None)
         results = [None if view is None else show(view) for view in self.results]
         return results, [block, *(values[buffer] for buffer in self.made)]
+
+
+def list_buffers(x: Any) -> list[Buffer]:
+    """Return the buffers of all views in nested tuples, lists and dicts."""
+    return [leaf.buffer for leaf in tree_leaves(x) if isinstance(leaf, View)]
 
 
 def find_places(offsets: dict[Buffer, int], numbers: dict[Buffer, int]) -> tuple[np.ndarray, np.ndarray]:

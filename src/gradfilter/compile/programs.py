@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.fx import Graph
+from torch.nn import Parameter
 
 from gradfilter.compile.capture import Capture
 from gradfilter.compile.cut import cut
-from gradfilter.compile.passes.clean import erase_dead, erase_same, make_functional
-from gradfilter.compile.passes.fuse import fuse_expansions, fuse_passes
+from gradfilter.compile.passes.clean import erase_copies, erase_dead, erase_same, make_functional
+from gradfilter.compile.passes.expand import fuse_expansions
+from gradfilter.compile.passes.fuse import fuse_passes
+from gradfilter.compile.passes.pad import merge_padding
 from gradfilter.compile.program import Program, Source
 from gradfilter.compile.record import Buffer, View, record
-from gradfilter.compile.trace import lay_out, trace
+from gradfilter.compile.trace import trace
 from gradfilter.errors import DoubleBackwardError, NotCompilableError
 from gradfilter.ops.native.library import load
 
-JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional)
+JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional, erase_copies)
 """Passes over the graph of a whole step, in order."""
-FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, fuse_expansions, erase_dead)
+FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, merge_padding, fuse_expansions, erase_dead)
 """Passes over the forward graph, in order."""
 
 
@@ -80,12 +83,18 @@ class Compiled:
         self.joint, self.halves = joint, halves
         tape, results = record(halves.forward, joint.inputs, joint.graph)
         self.given = tape.inputs
+        # Parameters and buffers stay as they are, or Dynamo captures anew; images come in any layout.
+        self.loose = [i for i, x in enumerate(inputs) if not isinstance(x, Parameter) and x.dim() > 1]
         sources = {view.buffer: Source(i, -view.offset * view.dtype.itemsize) for i, view in enumerate(tape.inputs)}
         handed = tape.results[halves.outputs :]
         self.forward = Program(tape, sources, handed, halves.outputs)
         self.backward: Program | None = None
         if halves.backward is not None:
             self._make_backward(handed, results)
+        self.forward.release()
+        if self.backward is not None:
+            self.backward.release()
+        del joint.inputs[:]
 
     def _make_backward(self, handed: list[View | None], results: list[Tensor | None]) -> None:
         """Lower the backward graph, whose inputs are what forward hands on."""
@@ -149,13 +158,12 @@ def is_shared(view: View, others: Sequence[View | None]) -> bool:
 
 def run_forward(step: Compiled, inputs: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor], list[Tensor]]:
     """Run forward; return outputs, what it hands on, and its inputs as they were read."""
-    given = []
+    given = list(inputs)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for x, view in zip(inputs, step.given, strict=True):
-            x = x.detach()
-            if not view.fits(x):
-                x = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(lay_out(x))
-            given.append(x)
+        for i in step.loose:
+            view = step.given[i]
+            if not view.fits(inputs[i]):
+                given[i] = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(inputs[i])
         found = step.forward(given)
     assert found is not None
     return *found, given

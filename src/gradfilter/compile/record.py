@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gradfilter.errors import NotCompilableError
+from gradfilter.geometry.convolution import Geometry
 from gradfilter.geometry.tiling import is_nhwc
+from gradfilter.geometry.windows import Windows
 from gradfilter.ops.native.library import RECORDING
 from gradfilter.ops.native.memory import plain_memory
 from gradfilter.ops.native.task import Task
@@ -321,7 +323,6 @@ def record(graph: Graph, inputs: Sequence[Tensor], owner: GraphModule) -> tuple[
     finally:
         RECORDING.note = None
     tape.results = [None if x is None else recorder.find_view(x) for x in results]
-    tape.held.append(list(recorder.buffers.values()))
     return tape, results
 
 
@@ -341,7 +342,7 @@ def run_node(node: Node, values: dict[Node, Any], tape: Tape) -> Any:
     if node.target.namespace == "gradfilter":  # type: ignore[union-attr]
         made = OPERATORS[node.target._opname]  # type: ignore[union-attr]
         given = made.unpack(list(args))
-        tape.held.append(given)  # tables of a geometry, of which a task knows the address
+        tape.held += [x for x in given.values() if isinstance(x, (Geometry, Windows))]  # tasks know where their tables are
         found = list(flatten(made.result, made._run((), given)))
         return found[0] if len(found) == 1 else found
     return node.target(*args, **kwargs)  # type: ignore[operator]

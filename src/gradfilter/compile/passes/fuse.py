@@ -1,4 +1,4 @@
-"""Fuse what follows a convolution into it: norm, residual, activation, patch means and slopes; and a depthwise one behind it."""
+"""Fuse what follows a map into one pass: norm, residual, activation, patch means and slopes; with the convolution before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTS: dict[Any, Callable[..., Act]] = {
     aten.silu.default: lambda: SILU,
     aten.hardswish.default: lambda: HARDSWISH,
 }
-"""Activations that one pass computes together with what is before and behind them."""
+"""Torch's activations that a pass computes, too. Frozen layers have them; in a region they are `norm_act` already."""
 
 
 class Pass(NamedTuple):
@@ -45,7 +45,6 @@ class Pass(NamedTuple):
         mean: The node of its patch means.
         slope: The node of its slopes.
         patch: The patch of both.
-        counts: Further counts of steep pixels.
     """
 
     start: Node
@@ -56,71 +55,74 @@ class Pass(NamedTuple):
     mean: Node | None
     slope: Node | None
     patch: Pair
-    counts: list[Node]
 
 
 def fuse_passes(graph: Graph) -> None:
-    """Let norm, residual, activation, patch means and slopes behind a map be one `norm_act`."""
-    for node in list(graph.nodes):
-        if not node._erased and is_start(node):
-            found = find_pass(node)
-            if found is not None:
-                replace_pass(graph, found)
+    """Let norm, residual, activation, patch means and slopes behind a map be one pass, with the convolution that gave the map."""
+    for is_start in (is_convolution, is_sum, is_before_norm):  # a convolution takes in what it can before others look
+        for node in list(graph.nodes):
+            if not node._erased and is_map(node) and is_start(node):
+                found = find_pass(node)
+                if found is not None:
+                    replace_pass(graph, found)
 
 
-def is_start(node: Node) -> bool:
-    """Tell whether passes may begin behind a node: at convolutions, and at norms, sums and activations of other maps."""
+def is_map(node: Node) -> bool:
+    """Tell whether a node is a map [N, C, H, W] in single precision."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.dtype is torch.float32 and has_users(node)
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.dtype is torch.float32
 
 
-def has_users(node: Node) -> bool:
-    """Tell whether a convolution gave a map, or whether anything behind it is worth a pass."""
+def is_convolution(node: Node) -> bool:
+    """Tell whether a node is a convolution."""
     return node.target is aten.convolution.default
+
+
+def is_sum(node: Node) -> bool:
+    """Tell whether a node is a map that is added to another, whose sum is activated."""
+    return any(
+        is_step(last) for user in node.users if user.target is aten.add.Tensor and user.args[0] is node for last in user.users
+    )
+
+
+def is_before_norm(node: Node) -> bool:
+    """Tell whether a node is normalised with fixed statistics."""
+    return any(is_fixed_norm(user, node) for user in node.users)
 
 
 def find_pass(start: Node) -> Pass | None:
     """Return what one pass can compute behind a map."""
-    last, norm, residual, act = start, None, None, IDENTITY
-    norm = next((user for user in start.users if is_fixed_norm(user, start)), None)
-    if norm is not None and len(start.users) == 1:
+    last, residual, act, mean, slope, patch = start, None, IDENTITY, None, None, (1, 1)
+    norms = [user for user in start.users if is_fixed_norm(user, start)]
+    norm = norms[0] if norms and (len(start.users) == 1 or not is_convolution(start)) else None
+    if norm is not None:
         given = [user for user in norm.users if user.target is operator.getitem and user.args[1] == 0]
         if len(given) != 1:
             return None
         last = given[0]
-    else:
-        norm = None
-    if len(last.users) == 1:
-        (user,) = last.users
-        if user.target is aten.add.Tensor and not user.kwargs and fits_residual(user, last):
-            residual = next(arg for arg in user.args if arg is not last)
-            last = user
-    before = last
-    steps = [user for user in before.users if user.target in ACTS and user.args[0] is before]
-    counts = [user for user in before.users if is_count(user, before)]
-    if len(steps) == 1 and len(before.users) == 1 + len(counts):
-        act = ACTS[steps[0].target](*steps[0].args[1:])
-        last = steps[0]
-    else:
-        counts = []
-    mean = next((user for user in last.users if is_pooled(user, last)), None)
-    if last is start:
+    sums = [user for user in last.users if is_residual(user, last)]
+    if sums and (len(last.users) == 1 or last is start):
+        residual = next(arg for arg in sums[0].args if arg is not last)
+        last = sums[0]
+    steps = [user for user in last.users if is_step(user)]
+    if steps and (len(last.users) == 1 or last is start):
+        step = steps[0]
+        if step.target is own.norm_act.default:
+            act, patch = to_act(step.args[3]), tuple(step.args[4])
+            parts = {user.args[1]: user for user in step.users}
+            last, mean, slope = parts[0], parts.get(1), parts.get(2)
+        else:
+            act, last = ACTS[step.target](*step.args[1:]), step
+    if mean is None and slope is None:
+        mean = next((user for user in last.users if is_pooled(user, last)), None)
+        patch = (1, 1) if mean is None else tuple(mean.args[1])  # type: ignore[arg-type]
+    if is_convolution(start):
+        is_worth = last is not start or find_kernel(start) is not None
+    else:  # torch adds as fast, and means alone are a pass anyway
+        is_worth = norm is not None or act != IDENTITY
+    if not is_worth:
         return None
-    slope = None
-    if act != IDENTITY:
-        counts += [user for user in last.users if is_count(user, last)]
-        fitting = [user for user in counts if to_act(user.args[1]) == act]
-        if len(fitting) != len(counts):
-            return None
-        apart = (1, 1) if mean is None else tuple(mean.args[1])
-        slope = next(
-            (user for user in counts if tuple(user.args[2]) != (1, 1) and apart in ((1, 1), tuple(user.args[2]))), None
-        )
-    patch = (1, 1)
-    for found in (mean, slope):
-        if found is not None:
-            patch = tuple(found.args[1 if found is mean else 2])
-    return Pass(start, norm, residual, act, last, mean, slope, patch, [user for user in counts if user is not slope])
+    return Pass(start, norm, residual, act, last, mean, slope, patch)
 
 
 def is_fixed_norm(node: Node, x: Node) -> bool:
@@ -131,28 +133,24 @@ def is_fixed_norm(node: Node, x: Node) -> bool:
     return training is None or node.args[training] is False
 
 
-def fits_residual(node: Node, x: Node) -> bool:
-    """Tell whether a sum adds a map of the same shape and dtype to x."""
+def is_residual(node: Node, x: Node) -> bool:
+    """Tell whether a node adds another map of the same shape and dtype to x."""
     others = [arg for arg in node.args if arg is not x]
-    if len(others) != 1 or not isinstance(others[0], Node):
+    if node.target is not aten.add.Tensor or node.kwargs or len(others) != 1 or not isinstance(others[0], Node):
         return False
     a, b = x.meta.get("val"), others[0].meta.get("val")
     return isinstance(b, torch.Tensor) and isinstance(a, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
 
 
-def is_count(node: Node, x: Node) -> bool:
-    """Tell whether a node counts the steep pixels of x."""
-    return node.target is own.count_steep.default and node.args[0] is x and is_map_layout(node.args[3:])
+def is_step(node: Node) -> bool:
+    """Tell whether a node is an activation and nothing else."""
+    return node.target in ACTS or (node.target is own.norm_act.default and not any(node.args[i] for i in (1, 2, 5)))
 
 
 def is_pooled(node: Node, x: Node) -> bool:
     """Tell whether a node has the patch means of x."""
-    return node.target is own.pool_mean.default and tuple(node.args[1]) != (1, 1) and is_map_layout(node.args[2:])
-
-
-def is_map_layout(layout: Any) -> bool:
-    """Tell whether an operator takes maps [N, C, H, W]."""
-    return not layout or list(layout[0]) == list(MAP.numbers)
+    plain = node.target is own.pool_mean.default and node.args[0] is x and tuple(node.args[1]) != (1, 1)  # type: ignore[arg-type]
+    return plain and list(node.args[2]) == list(MAP.numbers)  # type: ignore[arg-type]
 
 
 def to_act(numbers: Any) -> Act:
@@ -173,7 +171,7 @@ def replace_pass(graph: Graph, found: Pass) -> None:
             folded = graph.call_function(own.fold_norm.default, (gamma, beta, mean, var, eps))
             scale, shift = (graph.call_function(operator.getitem, (folded, i)) for i in (0, 1))
         ending = scale, shift, list(found.act), list(found.patch), found.residual
-        where = find_kernel(start, found)
+        where = find_kernel(start) if is_convolution(start) and (len(start.users) == 1 or last is start) else None
         if where is None:
             new = graph.call_function(own.norm_act.default, (start, *ending))
         else:
@@ -185,8 +183,6 @@ def replace_pass(graph: Graph, found: Pass) -> None:
             for i, node in ((1, found.mean), (2, found.slope))
             if node is not None
         ]
-        # Which piece a pixel is on shows in the result, too.
-        pooled += [(node, graph.call_function(node.target, (y, *node.args[1:]))) for node in found.counts]
     graph.erase_node(anchor)
     last.replace_all_uses_with(y, delete_user_cb=lambda user: user is not y)
     for node, value in pooled:
@@ -196,10 +192,8 @@ def replace_pass(graph: Graph, found: Pass) -> None:
     graph.eliminate_dead_code()
 
 
-def find_kernel(conv: Node, found: Pass) -> tuple[Any, ...] | None:
+def find_kernel(conv: Node) -> tuple[Any, ...] | None:
     """Return stride, padding, dilation, groups and size of a convolution for which the library's kernel is the fastest way."""
-    if conv.target is not aten.convolution.default:
-        return None
     x, w, _, stride, padding, dilation, transposed, _, groups = conv.args
     x_val, w_val, y_val = (node.meta["val"] for node in (x, w, conv))  # type: ignore[union-attr]
     if transposed or x_val.dim() != 4 or len(padding) != 2 or x_val.dtype is not torch.float32:
@@ -209,56 +203,3 @@ def find_kernel(conv: Node, found: Pass) -> tuple[Any, ...] | None:
     if kernel is None or not native.prefers(kernel, tuple(w_val.shape), stride, size):
         return None
     return list(stride), list(padding), list(dilation), groups, list(size)
-
-
-def fuse_expansions(graph: Graph) -> None:
-    """Let a pointwise convolution and a depthwise one behind it be one `expand`, without the map between them."""
-    for node in list(graph.nodes):
-        if node._erased or node.target is not own.convolve.default or not is_expansion(node):
-            continue
-        parts = {user.args[1]: user for user in node.users}
-        hidden = parts.get(0)
-        if hidden is None or len(hidden.users) != 1:
-            continue
-        (second,) = hidden.users
-        if not is_depthwise(second, hidden):
-            continue
-        replace_expansion(graph, node, parts, second)
-    graph.eliminate_dead_code()
-
-
-def is_expansion(node: Node) -> bool:
-    """Tell whether a convolution widens a map of one-pixel windows, which one call with a depthwise one behind it pays for."""
-    x, w, _, stride, padding, dilation, groups = node.args[:7]
-    shape, weight = x.meta["val"].shape, w.meta["val"].shape  # type: ignore[union-attr]
-    plain = list(stride) == list(dilation) == [1, 1] and list(padding) == [0, 0] and groups == 1  # type: ignore[arg-type]
-    residual = node.args[12] if len(node.args) > 12 else None
-    return plain and weight[2:] == (1, 1) and residual is None and native.prefers_expand(tuple(shape), tuple(weight))
-
-
-def is_depthwise(node: Node, x: Node) -> bool:
-    """Tell whether a node is a depthwise convolution of x with a window of several pixels."""
-    if node.target is not own.convolve.default or node.args[0] is not x:
-        return False
-    weight, groups = node.args[1].meta["val"].shape, node.args[6]  # type: ignore[union-attr]
-    residual = node.args[12] if len(node.args) > 12 else None
-    return groups == weight[0] and weight[1] == 1 and weight[2:] != (1, 1) and residual is None
-
-
-def replace_expansion(graph: Graph, first: Node, parts: dict[Any, Node], second: Node) -> None:
-    """Put one `expand` in the place of two convolutions."""
-    x, w, bias, _, _, _, _, _, scale, shift, act, patch = first.args[:12]
-    _, taps, taps_bias, stride, padding, dilation, _, size, *ending = second.args[:12]
-    with graph.inserting_before(second):
-        where = stride, padding, dilation, size
-        middle, end = (bias, scale, shift, act, patch), (taps_bias, *ending)
-        new = graph.call_function(own.expand.default, (x, w, *middle, taps, *where, *end))
-    outer = {user.args[1]: user for user in second.users}
-    for place, node in [(i - 1, parts.get(i)) for i in (1, 2)] + [(i + 2, outer.get(i)) for i in (0, 1, 2)]:
-        if node is not None:
-            with graph.inserting_before(second):
-                value = graph.call_function(operator.getitem, (new, place))
-            value.meta = dict(node.meta)
-            node.replace_all_uses_with(value)
-            graph.erase_node(node)
-    graph.erase_node(second)
