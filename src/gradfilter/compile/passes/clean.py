@@ -26,8 +26,9 @@ def erase_same(graph: Graph) -> None:
 
 def erase_copies(graph: Graph) -> None:
     """Take out copies of a whole map into another one: what is copied serves as well."""
+    changed = find_changed(graph)
     for node in list(graph.nodes):
-        if node.target is aten.copy.default and len(node.args) == 2:
+        if node.target is aten.copy.default and len(node.args) == 2 and changed.isdisjoint({node, node.args[1]}):
             old, new = (arg.meta.get("val") if isinstance(arg, Node) else None for arg in node.args)
             if old is not None and new is not None and is_alike(old, new):
                 node.replace_all_uses_with(node.args[1])
@@ -74,9 +75,23 @@ def find_changed(graph: Graph) -> set[Node]:
     return changed | {view for view, of in base.items() if of in changed}
 
 
+def has_loose_changes(graph: Graph) -> bool:
+    """Tell whether a graph changes memory that it also reads: its functions must then stay in order.
+
+    Statistics and counters are inputs that functions change, and that nothing else reads.
+    """
+    return any(node.op != "placeholder" or not all(node in find_written(user) for user in node.users) for node in find_bases(graph))
+
+
+def find_bases(graph: Graph) -> set[Node]:
+    """Return the nodes whose memory some function changes, but no views of them."""
+    return find_changed(graph) - find_aliases(graph).keys()
+
+
 def find_written(node: Node) -> list[Node]:
     """Return the arguments that a function writes to."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
     given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments)}
     names = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
     return [x for name in names for x in tree_leaves(given[name]) if isinstance(x, Node)]
