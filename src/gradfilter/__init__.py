@@ -2,7 +2,7 @@
 
 from gradfilter.apply import apply_, freeze_, keep_state, load_keep_state_, remove_
 from gradfilter.cost import cost
-from gradfilter.describe import describe
+from gradfilter.describe import describe, program
 from gradfilter.fidelity import fidelity
 from gradfilter.keep import HOSVD, SVD, BFloat16, Fixed, Full, Int8, Subspace
 from gradfilter.plan import Backward, Plan
@@ -27,5 +27,6 @@ __all__ = [
     "keep_state",
     "load_keep_state_",
     "plan_for",
+    "program",
     "remove_",
 ]

@@ -45,6 +45,20 @@ def describe(model: nn.Module) -> str:
     return "\n".join([title, *make_lines(rows), *describe_regions(applied.log)])
 
 
+def program(model: nn.Module) -> str:
+    """Return what `torch.compile(model, backend="gradfilter")` runs, operator by operator, after the first compiled call.
+
+    For each program, forward and backward: layer, what is computed in one pass, shape and bytes of the result; the tasks of the
+    C library and the calls of torch between them; the memory that it takes, and what is held from forward to backward.
+    """
+    applied = find_applied(model)
+    if applied is None or not applied.programs:
+        why = "no plan applied" if applied is None else "nothing is compiled yet; call the model after torch.compile"
+        return f"{type(model).__name__}: {why}."
+    names = {id(x): name or "(model)" for name, m in model.named_modules() for x in m.parameters(recurse=False)}
+    return "\n".join([line for compiled in applied.programs for line in compiled.describe(names)])
+
+
 def find_trained(model: nn.Module, applied: Applied) -> dict[str, str]:
     """Return the names of each module's own trained parameters, where it has any."""
     found = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
 from gradfilter.compile.capture import Capture
-from gradfilter.compile.programs import make_program
+from gradfilter.compile.programs import Compiled, make_program
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
@@ -122,7 +123,9 @@ class Programs:
             return self.capture.run
         with self.lock:
             if symbols not in self.programs:
-                self.programs[symbols] = make_program_or_run(self.capture, inputs)
+                self.programs[symbols] = program = make_program_or_run(self.capture, inputs)
+                if isinstance(program, Compiled):
+                    self.capture.find_applied().programs.add(program)
         return self.programs[symbols]
 
     def is_compiled_for(self, shapes: tuple[Shape, ...]) -> bool:
@@ -153,8 +156,10 @@ def describe_shapes(shapes: Sequence[Shape]) -> str:
 
 def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return a program for a graph with inputs of these shapes; where it has none, say why, and let it run eagerly."""
+    start = time.monotonic()
     try:
         program = make_program(capture, inputs)
+        logger.info("compiled %d planned layers in %.1f s", len(capture.keys), time.monotonic() - start)
     except NotCompilableError as error:
         logger.warning(EAGERLY, error)
         return capture.run

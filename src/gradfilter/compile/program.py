@@ -194,12 +194,21 @@ class Program:
                 space.calls[step] = Prepared(args, kwargs, late)
         return space
 
+    def summarise(self) -> str:
+        """Return in one line what it runs, and on how much memory."""
+        calls = sum(isinstance(step, Call) for step in self.steps)
+        text = f"{self.tasks} tasks in {len(self.steps) - calls} calls of the library, {calls} calls of torch"
+        text += f", {self.arena_bytes:,} B of memory"
+        held = self.block_bytes + sum(buffer.bytes for buffer in self.made)
+        return text + (f", {held:,} B held until backward" if held else "")
+
     def release(self) -> None:
         """Forget the tensors that stood for memory while the graph was recorded."""
         for buffer in self.numbers:
             if buffer.kind != "constant":
                 buffer.tensor = buffer.tensor.to("meta")
         self.held = self.tape.held
+        self.tasks = sum(isinstance(step, TaskStep) for step in self.tape.steps)
         del self.tape
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]] | None:

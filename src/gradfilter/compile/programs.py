@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 from gradfilter.compile.capture import Capture
 from gradfilter.compile.cut import cut
+from gradfilter.compile.listing import list_rows, make_lines
 from gradfilter.compile.passes.clean import erase_copies, erase_dead, erase_same, make_functional
 from gradfilter.compile.passes.expand import fuse_expansions
 from gradfilter.compile.passes.fuse import fuse_passes
@@ -39,21 +41,9 @@ def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] 
     Raises:
         NotCompilableError: Something in the graph cannot be compiled.
     """
-    places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    tensors = [inputs[i] for i in places]
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
     check_tensors(tensors)
-    if load() is None:
-        return None
-    rest = list(inputs)
-
-    def run(*given: Tensor) -> Sequence[Any]:
-        """Run the graph on tensors."""
-        for i, x in zip(places, given, strict=True):
-            rest[i] = x
-        return capture.run(*rest)
-
-    compiled = Compiled(run, tensors)
-    return lambda *given: compiled(*[given[i] for i in places])
+    return None if load() is None else Compiled(capture.run, inputs)
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
@@ -68,13 +58,28 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
 class Compiled:
     """A model's step for inputs of one shape."""
 
-    def __init__(self, run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> None:
+    def __init__(self, run: Callable[..., Sequence[Any]], given: Sequence[Any]) -> None:
         """Record, cut, fuse and lower a step.
+
+        Args:
+            run: The model under the eager engine.
+            given: What it is called with: tensors, and numbers that stay what they are.
 
         Raises:
             NotCompilableError: Something in the model cannot be compiled.
         """
-        joint = trace(run, inputs)
+        self.places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
+        inputs = [given[i] for i in self.places]
+        self.owners = [weakref.ref(x) for x in inputs]
+        rest = list(given)
+
+        def run_tensors(*tensors: Tensor) -> Sequence[Any]:
+            """Run the model on tensors."""
+            for i, x in zip(self.places, tensors, strict=True):
+                rest[i] = x
+            return run(*rest)
+
+        joint = trace(run_tensors, inputs)
         for edit in JOINT_PASSES:
             edit(joint.graph.graph)
         halves = cut(joint)
@@ -94,7 +99,12 @@ class Compiled:
         self.forward.release()
         if self.backward is not None:
             self.backward.release()
-        del joint.inputs[:]
+        places: list[int | None] = list(range(len(inputs)))
+        self.rows = {"forward": list_rows(halves.forward, places)}
+        if halves.backward is not None:
+            self.rows["backward"] = list_rows(halves.backward, [*[None] * halves.saved, *halves.read])
+        self.shapes = [list(inputs[i].shape) for i in self.loose]
+        joint.inputs.clear()
 
     def _make_backward(self, handed: list[View | None], results: list[Tensor | None]) -> None:
         """Lower the backward graph, whose inputs are what forward hands on."""
@@ -139,8 +149,25 @@ class Compiled:
     def _find_input(self, view: View | None) -> int:
         return next(i for i, mine in enumerate(self.given) if view is not None and mine.buffer is view.buffer)
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def describe(self, names: Mapping[int, str]) -> list[str]:
+        """Return lines that tell what runs: layer, operators, shape and bytes of the result.
+
+        Args:
+            names: The name of the module that has a parameter or buffer, by its id.
+        """
+        layers = {i: names[id(x)] for i, owner in enumerate(self.owners) if (x := owner()) is not None and id(x) in names}
+        lines = [f"inputs {', '.join(map(str, self.shapes))}"]
+        programs = {"forward": self.forward, "backward": self.backward}
+        for half, rows in self.rows.items():
+            program = programs[half]
+            assert program is not None
+            lines.append(f"{half}: {program.summarise()}")
+            lines += make_lines(rows, layers)
+        return lines
+
+    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
         """Run the model."""
+        inputs = [given[i] for i in self.places]
         if self.backward is None:
             return tuple(run_forward(self, inputs)[0])  # type: ignore[arg-type]
         return Step.apply(self, *inputs)  # type: ignore[return-value]

@@ -58,7 +58,7 @@ class Pass(NamedTuple):
 
 
 def fuse_passes(graph: Graph) -> None:
-    """Let norm, residual, activation, patch means and slopes behind a map be one pass, with the convolution that gave the map."""
+    """Let norm, residual, activation, patch means and slopes behind a map be one pass, with the convolution before it."""
     for is_start in (is_convolution, is_sum, is_before_norm):  # a convolution takes in what it can before others look
         for node in list(graph.nodes):
             if not node._erased and is_map(node) and is_start(node):
