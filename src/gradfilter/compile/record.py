@@ -129,6 +129,7 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, Buffer] = {}
         self.places: list[tuple[int, int]] = []
         self.node = ""
+        self.expected: tuple[Any, Any] = None, None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,16 +145,12 @@ class Recorder(TorchDispatchMode):
         if any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
             return func(*args, **kwargs)
         if schema.is_mutable:
-            self.add(CallStep(func, *self.find_views(args, kwargs), []))
-            written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-            names = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema.arguments)}
-            if torch.Tag.inplace_view in func.tags or len(schema.returns) > 1:
-                raise NotCompilableError(f"{func} changes more than the values of one tensor.")
-            return names[written[0]] if schema.returns else None
+            return self.add_change(func, args, kwargs)
         found = func(*tree_map_only(Tensor, to_shape, args), **on_shapes(kwargs))
         made = [found] if isinstance(found, Tensor) else list(found)
         if func is aten.convolution.default and is_nhwc(args[0]):  # as torch does it on a CPU, whatever shapes alone say
             made = [x.contiguous(memory_format=torch.channels_last) for x in made]
+        made = self.correct(func, made)
         new = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in made]
         given, options = self.find_views(args, kwargs)
         out = find_out(func)
@@ -172,6 +169,42 @@ class Recorder(TorchDispatchMode):
                 view.buffer.kind = "made"
         self.add(CallStep(func, given, options, views))
         return new[0] if isinstance(found, Tensor) else type(found)(new) if isinstance(found, (list, tuple)) else tuple(new)
+
+    def add_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add a call that changes some of its arguments; return what it returns, those arguments perhaps among it."""
+        if torch.Tag.inplace_view in func.tags:
+            raise NotCompilableError(f"{func} changes the shape of a tensor in place. Use the function without the underscore.")
+        schema = func._schema
+        names = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema.arguments)}
+        written = {name: names[a.name] for a in schema.arguments if a.alias_info for name in a.alias_info.before_set}
+        changed = [next(iter(r.alias_info.before_set)) if r.alias_info else None for r in schema.returns]
+        made: Sequence[Any] = ()
+        if None in changed:
+            found = func(*tree_map_only(Tensor, to_shape, args), **on_shapes(kwargs))
+            made = self.correct(func, [found] if isinstance(found, Tensor) else found)
+        results, views = [], []
+        for i, name in enumerate(changed):
+            if name is not None:
+                results.append(written[name])
+                views.append(None)
+                continue
+            results.append(torch.empty_strided(made[i].shape, made[i].stride(), dtype=made[i].dtype))
+            views.append(self.find_view(results[-1]))
+            views[-1].buffer.kind = "made"
+        self.add(CallStep(func, *self.find_views(args, kwargs), views))
+        return results[0] if len(results) == 1 else tuple(results) if results else None
+
+    def correct(self, func: Any, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return results as they were when the step was recorded, where shapes alone say something else.
+
+        Some operators have other results on a CPU than on shapes alone: batch norms with running statistics none of the batch.
+        """
+        target, value = self.expected
+        seen = [value] if isinstance(value, Tensor) else value
+        if func is not target or not isinstance(seen, (list, tuple)) or len(seen) != len(made):
+            return made
+        pairs = zip(made, seen, strict=True)
+        return [x if x is None or is_alike(x, y) else to_shape(y) for x, y in pairs]
 
     def make_blank(self, x: Tensor) -> Tensor:
         """Note that a tensor is memory that steps fill; return it."""
@@ -220,6 +253,11 @@ class Recorder(TorchDispatchMode):
         start, key = self.places[i]
         buffer = self.buffers[key]
         return (buffer, address - start) if address < start + buffer.bytes else None
+
+
+def is_alike(x: Tensor, y: Any) -> bool:
+    """Tell whether two tensors have the same shape and dtype; what is no tensor is like all."""
+    return not isinstance(y, Tensor) or (x.shape == y.shape and x.dtype is y.dtype)
 
 
 @lru_cache
@@ -274,7 +312,7 @@ def record(graph: Graph, inputs: Sequence[Tensor], owner: GraphModule) -> tuple[
     try:
         with torch.no_grad(), plain_memory(), recorder:
             for node in graph.nodes:
-                recorder.node = node.name
+                recorder.node, recorder.expected = node.name, (node.target, node.meta.get("val"))
                 if node.op == "placeholder":
                     values[node] = next(given)
                 elif node.op == "output":
