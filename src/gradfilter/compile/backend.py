@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from gradfilter.compile.programs import Compiled, make_program
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
+from gradfilter.regions import Seen
 from gradfilter.tensor import PatchTensor
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class Programs:
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
         self.told = False
+        self.seen: Seen | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
@@ -114,6 +117,8 @@ class Programs:
         program = self.programs.get(symbols)
         if program is None:
             program = self.find(symbols, inputs)
+        if self.seen is not None:
+            self.capture.find_applied().log.recall(self.seen)
         return program(*inputs)
 
     def find(self, symbols: tuple[int, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -126,8 +131,11 @@ class Programs:
         with compile_lock, _compile_session_context():
             if symbols not in self.programs:
                 self.programs[symbols] = program = make_program_or_run(self.capture, inputs)
+                applied = self.capture.find_applied()
                 if isinstance(program, Compiled):
-                    self.capture.find_applied().programs.add(program)
+                    applied.programs.append(weakref.ref(program))
+                    if torch.is_grad_enabled():
+                        self.seen = applied.log.list_seen()
         return self.programs[symbols]
 
     def is_compiled_for(self, shapes: tuple[Shape, ...]) -> bool:
