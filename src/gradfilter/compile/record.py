@@ -6,7 +6,6 @@ operators give tensors whose numbers are not set. So the code that packs a task 
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gradfilter.compile.interpret import interpret
 from gradfilter.errors import NotCompilableError
-from gradfilter.geometry.convolution import Geometry
 from gradfilter.geometry.tiling import is_nhwc
-from gradfilter.geometry.windows import Windows
 from gradfilter.ops.native.library import RECORDING
 from gradfilter.ops.native.memory import plain_memory
 from gradfilter.ops.native.task import Task
-from gradfilter.ops.operator import OPERATORS, flatten, to_shape
+from gradfilter.ops.operator import to_shape
 
 aten = torch.ops.aten
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
@@ -205,6 +203,10 @@ class Recorder(TorchDispatchMode):
         pairs = zip(made, seen, strict=True)
         return [x if x is None or is_alike(x, y) else to_shape(y) for x, y in pairs]
 
+    def enter(self, node: Node) -> None:
+        """Note which node runs."""
+        self.node, self.expected = node.name, (node.target, node.meta.get("val"))
+
     def make_blank(self, x: Tensor) -> Tensor:
         """Note that a tensor is memory that steps fill; return it."""
         self.find_view(x).buffer.kind = "blank"
@@ -300,49 +302,20 @@ def record(graph: Graph, inputs: Sequence[Tensor], owner: GraphModule) -> tuple[
     Raises:
         NotCompilableError: Something in it reads values of tensors.
     """
-    recorder, values = Recorder(), {}
+    recorder, stand_ins = Recorder(), []
     tape = recorder.tape
     for x in inputs:
+        if x.untyped_storage()._cdata in recorder.buffers:  # parts of one storage, which they may not be when it runs
+            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         view = recorder.find_view(x)
         view.buffer.kind = "input"
         tape.inputs.append(view)
-    given, results = iter(inputs), []
+        stand_ins.append(x)
     RECORDING.note = recorder.note
     try:
         with torch.no_grad(), plain_memory(), recorder:
-            for node in graph.nodes:
-                recorder.node, recorder.expected = node.name, (node.target, node.meta.get("val"))
-                if node.op == "placeholder":
-                    values[node] = next(given)
-                elif node.op == "output":
-                    results = [None if n is None else values[n] for n in node.args[0]]
-                elif node.op == "get_attr":
-                    values[node] = find_attribute(owner, node)
-                else:
-                    values[node] = run_node(node, values, tape)
+            results = interpret(graph, stand_ins, owner, tape.held, recorder.enter)
     finally:
         RECORDING.note = None
     tape.results = [None if x is None else recorder.find_view(x) for x in results]
     return tape, results
-
-
-def find_attribute(owner: GraphModule, node: Node) -> Any:
-    """Return a constant of a graph."""
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
-
-
-def run_node(node: Node, values: dict[Node, Any], tape: Tape) -> Any:
-    """Run a node on tensors whose numbers nobody reads."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    if node.target.namespace == "gradfilter":  # type: ignore[union-attr]
-        made = OPERATORS[node.target._opname]  # type: ignore[union-attr]
-        given = made.unpack(list(args))
-        tape.held += [x for x in given.values() if isinstance(x, (Geometry, Windows))]  # tasks know where their tables are
-        found = list(flatten(made.result, made._run((), given)))
-        return found[0] if len(found) == 1 else found
-    return node.target(*args, **kwargs)  # type: ignore[operator]
