@@ -25,7 +25,9 @@ needs_library = pytest.mark.skipif(native.load() is None, reason="the C library 
 def draw_buffers(draw):
     """Return buffers with some sizes and lifetimes."""
     found = []
-    for size, first, length in draw(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 8)), max_size=30)):
+    for size, first, length in draw(
+        st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 8)), max_size=30)
+    ):
         found.append(Buffer(torch.empty(size, dtype=torch.uint8), "blank", first, first + length))
     return found
 

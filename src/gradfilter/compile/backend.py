@@ -173,6 +173,9 @@ def make_program_or_run(capture: Capture, inputs: Sequence[Any]) -> Callable[...
     except NotCompilableError as error:
         logger.warning(EAGERLY, error)
         return capture.run
+    except Exception as error:  # of whatever the model calls; where the model is wrong, the eager engine says so
+        logger.warning(EAGERLY, f"compiling it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return capture.run
     return capture.run if program is None else program
 
 

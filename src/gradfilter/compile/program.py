@@ -110,7 +110,7 @@ class Program:
             results: How many of the tape's results are for the caller.
         """
         self.tape, self.sources = tape, sources
-        self.results = tape.results[:results]
+        self.inputs, self.results = tape.inputs, tape.results[:results]
         buffers = list(dict.fromkeys([b for step in tape.steps for b in find_buffers(step)]))
         given_back = [view.buffer for view in self.results if view is not None]
         self.fresh = list(dict.fromkeys(b for b in given_back if b.kind == "blank"))
@@ -257,13 +257,7 @@ class Program:
                 return view.show(block.untyped_storage(), self.kept[buffer])
             if buffer in self.within:
                 return view.show(space.arena.untyped_storage(), self.within[buffer])
-            if buffer.kind == "constant":
-                return view.show(buffer.tensor.untyped_storage())
-            index, shift = self.sources[buffer]
-            x = given[index]
-            if view.offset * view.dtype.itemsize + shift == 0 and view.fits(x):
-                return x
-            return view.show(x.untyped_storage(), int(x.storage_offset()) * x.dtype.itemsize + shift)
+            return self.show_input(view, given)
 
         for step, drop in zip(self.steps, self.drop, strict=True):
             if isinstance(step, Run):
@@ -279,7 +273,7 @@ class Program:
                 for place, key, view in late:
                     place[key] = show(view) if isinstance(view, View) else tree_map_only(View, show, view)
                 found = step.func(*args, **kwargs)
-                made = (found,) if isinstance(found, Tensor) else found
+                made = (found,) if isinstance(found, Tensor) else found or ()
                 for view, x in zip(step.results, made, strict=False):
                     if view is not None:
                         values[view.buffer] = x if view.fits(x) else copy_to(x, view)
@@ -289,6 +283,21 @@ class Program:
                 values.pop(buffer, None)
         results = [None if view is None else show(view) for view in self.results]
         return results, [block, *(values[buffer] for buffer in self.made)]
+
+    def show_input(self, view: View, given: Sequence[Tensor]) -> Tensor:
+        """Return the tensor that a view on memory is that is there before the first step.
+
+        Args:
+            view: The view.
+            given: What the program is called with.
+        """
+        if view.buffer.kind == "constant":
+            return view.show(view.buffer.tensor.untyped_storage())
+        index, shift = self.sources[view.buffer]
+        x = given[index]
+        if view.offset * view.dtype.itemsize + shift == 0 and view.fits(x):
+            return x
+        return view.show(x.untyped_storage(), x.storage_offset() * x.dtype.itemsize + shift)
 
 
 def list_buffers(x: Any) -> list[Buffer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,18 @@ from torch.nn import Parameter
 
 from gradfilter.compile.capture import Capture
 from gradfilter.compile.cut import cut
+from gradfilter.compile.interpret import interpret
 from gradfilter.compile.listing import list_rows, make_lines
-from gradfilter.compile.passes.clean import erase_copies, erase_dead, erase_same, make_functional
+from gradfilter.compile.passes.clean import (
+    erase_copies,
+    erase_dead,
+    erase_same,
+    find_bases,
+    find_written,
+    has_loose_changes,
+    make_functional,
+    name_statistics,
+)
 from gradfilter.compile.passes.expand import fuse_expansions
 from gradfilter.compile.passes.fuse import fuse_passes
 from gradfilter.compile.passes.pad import merge_padding
@@ -25,10 +36,12 @@ from gradfilter.compile.trace import trace
 from gradfilter.errors import DoubleBackwardError, NotCompilableError
 from gradfilter.ops.native.library import load
 
-JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, make_functional, erase_copies)
+JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, name_statistics, make_functional, erase_copies)
 """Passes over the graph of a whole step, in order."""
 FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, merge_padding, fuse_expansions, erase_dead)
 """Passes over the forward graph, in order."""
+ORDERED_PASSES: tuple[Callable[[Graph], None], ...] = (erase_dead,)
+"""Passes over a forward graph whose functions change what others read: none that moves a function."""
 
 
 def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
@@ -83,14 +96,19 @@ class Compiled:
         for edit in JOINT_PASSES:
             edit(joint.graph.graph)
         halves = cut(joint)
-        for edit in FORWARD_PASSES:
+        for edit in ORDERED_PASSES if has_loose_changes(halves.forward) else FORWARD_PASSES:
             edit(halves.forward)
+        self.changed = find_changed_inputs(halves.forward, inputs)
         self.joint, self.halves = joint, halves
         tape, results = record(halves.forward, joint.inputs, joint.graph)
         self.given = tape.inputs
-        # Parameters and buffers stay as they are, or Dynamo captures anew; images come in any layout.
-        self.loose = [i for i, x in enumerate(inputs) if not isinstance(x, Parameter) and x.dim() > 1]
-        sources = {view.buffer: Source(i, -view.offset * view.dtype.itemsize) for i, view in enumerate(tape.inputs)}
+        # Parameters and buffers stay laid out as they are, or Dynamo captures anew; images come in any layout.
+        self.loose = [
+            i
+            for i, (x, view) in enumerate(zip(inputs, tape.inputs, strict=True))
+            if x.stride() != view.stride or (x.dim() > 1 and not isinstance(x, Parameter))
+        ]
+        sources = {view.buffer: Source(i, -find_start(view)) for i, view in enumerate(tape.inputs)}
         handed = tape.results[halves.outputs :]
         self.forward = Program(tape, sources, handed, halves.outputs)
         self.backward: Program | None = None
@@ -122,25 +140,27 @@ class Compiled:
         sources: dict[Buffer, Source] = {}
         for view, mine in zip(handed, tape.inputs[: len(handed)], strict=True):
             assert view is not None
-            buffer = view.buffer
+            buffer, inside = view.buffer, find_start(view) - find_start(mine)
             if buffer in forward.kept:
-                sources[mine.buffer] = Source(0, forward.kept[buffer])
+                sources[mine.buffer] = Source(0, forward.kept[buffer] + inside)
             elif buffer in forward.made:
-                sources[mine.buffer] = Source(first_made + forward.made.index(buffer), 0)
+                sources[mine.buffer] = Source(first_made + forward.made.index(buffer), inside)
             elif buffer.kind == "input":
-                place = self.saved_inputs.index(self._find_input(view))
-                sources[mine.buffer] = Source(first_input + place, -self.given[self._find_input(view)].offset * 4)
+                i = self._find_input(view)
+                sources[mine.buffer] = Source(first_input + self.saved_inputs.index(i), inside - find_start(self.given[i]))
             elif buffer.kind == "constant":
                 mine.buffer.kind = "constant"
             else:
-                place = next(k for k, i in enumerate(self.saved_outputs) if forward.results[i].buffer is buffer)  # type: ignore[union-attr]
-                sources[mine.buffer] = Source(first_output + place, 0)
+                shown = [forward.results[i] for i in self.saved_outputs]
+                place = next(k for k, result in enumerate(shown) if result is not None and result.buffer is buffer)
+                sources[mine.buffer] = Source(first_output + place, inside - find_start(shown[place]))  # type: ignore[arg-type]
         rest = tape.inputs[len(handed) :]
         for i, view in zip(halves.read, rest, strict=False):
-            sources[view.buffer] = Source(first_input + self.saved_inputs.index(i), -view.offset * view.dtype.itemsize)
+            sources[view.buffer] = Source(first_input + self.saved_inputs.index(i), -find_start(view))
         self.tangents = rest[len(read) :]
         for k, view in enumerate(self.tangents):
             sources[view.buffer] = Source(first_tangent + k, 0)
+        self.reached = find_reached(halves.backward, len(tangents))  # type: ignore[arg-type]
         self.backward = Program(tape, sources, [], len(tape.results))
 
     def _is_input(self, view: View | None) -> bool:
@@ -173,6 +193,48 @@ class Compiled:
         return Step.apply(self, *inputs)  # type: ignore[return-value]
 
 
+def find_start(view: View) -> int:
+    """Return how many bytes a tensor begins behind the start of its buffer."""
+    return view.offset * view.dtype.itemsize
+
+
+def find_changed_inputs(graph: Graph, inputs: Sequence[Tensor]) -> list[int]:
+    """Return which inputs a graph changes in place.
+
+    Raises:
+        NotCompilableError: What it changes has a gradient, or memory that another input shows, too.
+    """
+    bases = find_bases(graph)
+    found = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in bases]
+    storages = Counter(x.untyped_storage().data_ptr() for x in inputs)
+    for i in found:
+        if inputs[i].requires_grad and not inputs[i].is_leaf:
+            raise NotCompilableError(
+                "an input that has a gradient is changed in place. Use functions that return a new tensor."
+            )
+        if storages[inputs[i].untyped_storage().data_ptr()] > 1:
+            raise NotCompilableError("an input is changed in place whose memory another input shows, too.")
+    return found
+
+
+def find_reached(graph: Graph, tangents: int) -> list[frozenset[int]]:
+    """Return for each result of a backward graph the gradients of outputs that it is made of.
+
+    Args:
+        graph: The graph.
+        tangents: How many gradients of outputs there are: the last inputs of the graph.
+    """
+    nodes = graph.find_nodes(op="placeholder")
+    made_of = {node: frozenset[int]() for node in nodes} | {node: frozenset((i,)) for i, node in enumerate(nodes[-tangents:])}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            made_of[node] = frozenset[int]().union(*(made_of[x] for x in node.all_input_nodes))
+            for x in find_written(node):  # and all that shows the same memory, where functions change it
+                made_of[x] |= made_of[node]
+    (end,) = graph.find_nodes(op="output")
+    return [frozenset() if node is None else made_of[node] for node in end.args[0]]
+
+
 def tape_results(program: Program) -> list[View | None]:
     """Return the views of a program's results."""
     return program.results
@@ -192,7 +254,10 @@ def run_forward(step: Compiled, inputs: Sequence[Tensor]) -> tuple[list[Tensor |
             if not view.fits(inputs[i]):
                 given[i] = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(inputs[i])
         found = step.forward(given)
-    assert found is not None
+        assert found is not None  # it has no task that says otherwise
+        for i in step.changed:
+            if given[i] is not inputs[i]:
+                inputs[i].copy_(given[i])
     return *found, given
 
 
@@ -229,8 +294,16 @@ class Step(Function):
                     g = new.zero_() if g is None else new.copy_(g)
                 tangents.append(g)
             found = step.backward([*saved, *tangents])
-        assert found is not None
+            results = interpret_backward(step, [*saved, *tangents]) if found is None else found[0]
+        known = {k for k, i in enumerate(step.joint.differentiable) if gradients[i] is not None}
         result: list[Tensor | None] = [None] * (1 + len(step.given))
-        for i, g in zip(step.joint.trained, found[0], strict=True):
-            result[1 + i] = g
+        for i, g, reached in zip(step.joint.trained, results, step.reached, strict=True):
+            result[1 + i] = None if known.isdisjoint(reached) else g  # what the loss does not use has no gradient, not one of 0
         return tuple(result)
+
+
+def interpret_backward(step: Compiled, given: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients, computed operator by operator: where values call for another way than the program's tasks."""
+    assert step.backward is not None
+    inputs = [step.backward.show_input(view, given) for view in step.backward.inputs]
+    return interpret(step.halves.backward, inputs, step.joint.graph)  # type: ignore[arg-type]

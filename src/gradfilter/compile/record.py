@@ -6,7 +6,6 @@ operators give tensors whose numbers are not set. So the code that packs a task 
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gradfilter.compile.interpret import interpret
 from gradfilter.errors import NotCompilableError
-from gradfilter.geometry.convolution import Geometry
 from gradfilter.geometry.tiling import is_nhwc
-from gradfilter.geometry.windows import Windows
 from gradfilter.ops.native.library import RECORDING
 from gradfilter.ops.native.memory import plain_memory
 from gradfilter.ops.native.task import Task
-from gradfilter.ops.operator import OPERATORS, flatten, to_shape
+from gradfilter.ops.operator import to_shape
 
 aten = torch.ops.aten
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
@@ -35,6 +32,12 @@ EMPTY |= {aten.new_empty_strided.default}
 """Operators that return memory and set no numbers."""
 COPIES = {aten.clone.default, aten._to_copy.default}
 """Operators that return a copy of their first argument, in another layout or dtype."""
+ANY_LAYOUT = {aten.convolution.default, aten.constant_pad_nd.default, aten.native_batch_norm.default}
+ANY_LAYOUT |= {aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats}
+"""Operators that are no pointwise ones, and compute the same whatever the strides of their arguments are."""
+MOVES = {aten.t.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.unsqueeze.default}
+MOVES |= {aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.split.Tensor, aten.unbind.int}
+"""Operators that show a tensor of any strides in another way."""
 VIEWS = {aten._unsafe_view.default: aten.view.default}
 """Operators that return a view, whatever their schema says, and what says so."""
 
@@ -128,14 +131,14 @@ class Recorder(TorchDispatchMode):
         self.tape = Tape()
         self.buffers: dict[int, Buffer] = {}
         self.places: list[tuple[int, int]] = []
-        self.node = ""
-        self.expected: tuple[Any, Any] = None, None
+        self.node: Node | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return what an operator returns, as far as shapes tell."""
         kwargs = kwargs or {}
+        args = self.lay_out(func, args)
         func = VIEWS.get(func, func)
         if torch.Tag.data_dependent_output in func.tags or func is aten._local_scalar_dense.default:
             raise NotCompilableError(f"{func} reads the values of a tensor, which no program can know beforehand.")
@@ -170,6 +173,25 @@ class Recorder(TorchDispatchMode):
         self.add(CallStep(func, given, options, views))
         return new[0] if isinstance(found, Tensor) else type(found)(new) if isinstance(found, (list, tuple)) else tuple(new)
 
+    def lay_out(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments with the strides that they had when the graph was recorded, where the operator may rely on them.
+
+        Passes and the library lay out results as they like. Some operators view their argument, or take for granted what
+        autograd makes sure of: the backward of a weight norm reads its gradient as if it were contiguous.
+        """
+        if self.node is None or func is not self.node.target or func in COPIES | ANY_LAYOUT | MOVES or keeps_strides(func):
+            return args
+        found = list(args)
+        for i, (x, node) in enumerate(zip(args, self.node.args, strict=False)):
+            seen = node.meta.get("val") if isinstance(node, Node) else None
+            if not isinstance(x, Tensor) or not isinstance(seen, Tensor) or x.stride() == seen.stride() or 0 in seen.stride():
+                continue
+            info = func._schema.arguments[i].alias_info
+            if info is None or not info.is_write:
+                found[i] = self.make_blank(torch.empty_strided(seen.shape, seen.stride(), dtype=x.dtype))
+                self.add(CallStep(aten.copy_.default, (self.find_view(found[i]), self.find_view(x)), {}, []))
+        return tuple(found)
+
     def add_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add a call that changes some of its arguments; return what it returns, those arguments perhaps among it."""
         if torch.Tag.inplace_view in func.tags:
@@ -199,12 +221,16 @@ class Recorder(TorchDispatchMode):
 
         Some operators have other results on a CPU than on shapes alone: batch norms with running statistics none of the batch.
         """
-        target, value = self.expected
+        value = None if self.node is None else self.node.meta.get("val")
         seen = [value] if isinstance(value, Tensor) else value
-        if func is not target or not isinstance(seen, (list, tuple)) or len(seen) != len(made):
+        if self.node is None or func is not self.node.target or not isinstance(seen, (list, tuple)) or len(seen) != len(made):
             return made
         pairs = zip(made, seen, strict=True)
         return [x if x is None or is_alike(x, y) else to_shape(y) for x, y in pairs]
+
+    def enter(self, node: Node) -> None:
+        """Note which node runs."""
+        self.node = node
 
     def make_blank(self, x: Tensor) -> Tensor:
         """Note that a tensor is memory that steps fill; return it."""
@@ -224,7 +250,7 @@ class Recorder(TorchDispatchMode):
         """Add a step."""
         place = len(self.tape.steps)
         self.tape.steps.append(step)
-        self.tape.nodes.append(self.node)
+        self.tape.nodes.append("" if self.node is None else self.node.name)
         for buffer in find_buffers(step):
             buffer.first = place if buffer.first < 0 else buffer.first
             buffer.last = place
@@ -256,13 +282,22 @@ class Recorder(TorchDispatchMode):
 
 
 def is_alike(x: Tensor, y: Any) -> bool:
-    """Tell whether two tensors have the same shape and dtype; what is no tensor is like all."""
-    return not isinstance(y, Tensor) or (x.shape == y.shape and x.dtype is y.dtype)
+    """Tell whether two tensors have the same shape, strides and dtype; what is no tensor is like all."""
+    return not isinstance(y, Tensor) or (x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype)
+
+
+@lru_cache
+def keeps_strides(func: Any) -> bool:
+    """Tell whether an operator reads and writes tensors of any strides as they are: pointwise and structured ones do."""
+    structured = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutogradNonFunctional")
+    return structured or torch.Tag.pointwise in func.tags
 
 
 @lru_cache
 def find_out(func: Any) -> tuple[Any, str] | None:
     """Return the form of an operator that writes its result to a tensor, and the name of that argument, where torch has one."""
+    if not keeps_strides(func):  # others may change the strides of the tensor to which they write
+        return None
     arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
@@ -301,50 +336,20 @@ def record(graph: Graph, inputs: Sequence[Tensor], owner: GraphModule) -> tuple[
     Raises:
         NotCompilableError: Something in it reads values of tensors.
     """
-    recorder, values = Recorder(), {}
+    recorder, stand_ins = Recorder(), []
     tape = recorder.tape
     for x in inputs:
+        if x.untyped_storage()._cdata in recorder.buffers:  # parts of one storage, which they may not be when it runs
+            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         view = recorder.find_view(x)
         view.buffer.kind = "input"
         tape.inputs.append(view)
-    given, results = iter(inputs), []
+        stand_ins.append(x)
     RECORDING.note = recorder.note
     try:
         with torch.no_grad(), plain_memory(), recorder:
-            for node in graph.nodes:
-                recorder.node, recorder.expected = node.name, (node.target, node.meta.get("val"))
-                if node.op == "placeholder":
-                    values[node] = next(given)
-                elif node.op == "output":
-                    results = [None if n is None else values[n] for n in node.args[0]]
-                elif node.op == "get_attr":
-                    values[node] = find_attribute(owner, node)
-                else:
-                    values[node] = run_node(node, values, tape)
+            results = interpret(graph, stand_ins, owner, tape.held, recorder.enter)
     finally:
         RECORDING.note = None
     tape.results = [None if x is None else recorder.find_view(x) for x in results]
     return tape, results
-
-
-def find_attribute(owner: GraphModule, node: Node) -> Any:
-    """Return a constant of a graph."""
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
-
-
-def run_node(node: Node, values: dict[Node, Any], tape: Tape) -> Any:
-    """Run a node on tensors whose numbers nobody reads."""
-    given: Any = map_arg((node.args, node.kwargs), lambda n: values[n])
-    args, kwargs = given
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    if node.target.namespace == "gradfilter":  # type: ignore[union-attr]
-        made = OPERATORS[node.target._opname]  # type: ignore[union-attr]
-        given = made.unpack(list(args))
-        tape.held += [x for x in given.values() if isinstance(x, (Geometry, Windows))]  # tasks know where their tables are
-        found = list(flatten(made.result, made._run((), given)))
-        return found[0] if len(found) == 1 else found
-    return node.target(*args, **kwargs)  # type: ignore[operator]

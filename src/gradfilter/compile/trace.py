@@ -65,6 +65,8 @@ def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
         for i in trained:
             leaves[i] = given[i].detach().requires_grad_()
         outputs = [end_region(y) for y in run(*leaves)]
+        if any(x.requires_grad for i, x in enumerate(leaves) if i not in trained):
+            raise NotCompilableError("an input is changed in place to values that have a gradient. Change a copy of it.")
         differentiable[:] = [i for i, y in enumerate(outputs) if y.requires_grad]
         if not differentiable:
             return [y.detach() for y in outputs]
@@ -75,8 +77,8 @@ def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
 
     with torch.random.fork_rng(devices=[]):
         # What a model changes in place, such as running statistics, is changed here, too: on copies.
-        copies = [x if isinstance(x, Parameter) else lay_out(x.detach()).clone() for x in inputs]
-        examples = [x.requires_grad_(i in trained) if not isinstance(x, Parameter) else x for i, x in enumerate(copies)]
+        copies = [(x if isinstance(x, Parameter) else lay_out(x)).detach().clone() for x in inputs]
+        examples = [x.requires_grad_(i in trained) for i, x in enumerate(copies)]
         graph = make_fx(step, tracing_mode="real")(*examples)
     count = len(find_results(graph)) - (len(trained) if differentiable else 0)
     return Joint(graph, [x.detach() for x in copies], count, differentiable, trained)

@@ -80,9 +80,8 @@ def has_loose_changes(graph: Graph) -> bool:
 
     Statistics and counters are inputs that functions change, and that nothing else reads.
     """
-    return any(
-        node.op != "placeholder" or not all(node in find_written(user) for user in node.users) for node in find_bases(graph)
-    )
+    bases = find_bases(graph)
+    return any(node.op != "placeholder" or any(node not in find_written(user) for user in node.users) for node in bases)
 
 
 def find_bases(graph: Graph) -> set[Node]:
