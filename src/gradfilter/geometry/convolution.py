@@ -166,6 +166,11 @@ class Geometry:
         return np.kron(rows, columns)
 
     @cached_property
+    def mix(self) -> np.ndarray:
+        """The `coefficients` as the library reads them."""
+        return np.ascontiguousarray(self.coefficients, np.float32)
+
+    @cached_property
     def tiles(self) -> tuple[AxisTiles, AxisTiles] | None:
         """The tiles of Winograd's F(2×2, 3×3) per axis, where the kernel and its coarse twin have three taps each."""
         rows, columns = find_tiles(self.rows), find_tiles(self.columns)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradfilter.geometry.convolution import AxisTiles, Geometry
 from gradfilter.ops.check import Check
-from gradfilter.ops.constants import find_coefficients
 from gradfilter.ops.conv_products import (
     Gradients,
     dense_gradients,
@@ -73,7 +72,7 @@ def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, n
         return finish_single(gx, gw, w, geometry)
     if geometry.groups == w.shape[0] and w.shape[1] == 1:
         if is_plain(w, w.shape) and pairs.can_pair(g, kept, *geometry.pairs) and is_sized(g, kept, w, geometry):
-            return paired_gradients(g, kept, w, geometry, need_gx)
+            return pairs.pair_gradients(g, kept, w, geometry, need_gx=need_gx)
     elif geometry.groups == 1 and geometry.tiles is not None and prefers_tiles(g, kept, w, geometry.tiles):
         if is_sized(g, kept, w, geometry):
             return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
@@ -106,17 +105,6 @@ def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
     as slow for one output channel, of which torch's are products of a matrix and a vector.
     """
     return w.shape[0] > 1 and g.numel() >= LEAST_CELLS * g.shape[1] and single.can_single(g, kept, w)
-
-
-def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
-    """Return gx and gw with one kernel per channel in one pass over the pairs of cells that meet.
-
-    A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
-    """
-    taps = find_coefficients(geometry, g)
-    q = taps @ w.reshape(w.shape[0], -1).t() if need_gx else None
-    gx, gq = pairs.pair_gradients(g, kept, q, *geometry.pairs)
-    return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
 
 
 def spell_conv(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
@@ -279,11 +267,8 @@ def join_norm(
     """
     if 0 in g.stride():  # one number that stands for many, as behind a mean: no kernel reads that
         g = g.contiguous(memory_format=torch.channels_last)
-    back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel())
-    if back.scaled is not None:
-        gx, gw = conv(back.scaled, w)
-    else:
-        gx, gw = conv(g, (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype))
+    back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel(), w)
+    gx, gw = conv(g, back.folded) if back.scaled is None else conv(back.scaled, w)  # type: ignore[arg-type]
     g_gamma = gb = None
     if gw is not None:
         gw, g_gamma, gb = finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)

@@ -30,9 +30,10 @@ GF_STRUCT(gf_tile_axis, GF_TILE_AXIS_FIELDS);
     F(int64_t, co) F(int64_t, ci)  /* channels: multiples of GF_CHANNELS */                         \
     F(const float *, g)            /* [N, out cells, co] */                                         \
     F(const float *, x)            /* [N, in cells, ci], or NULL with gw */                         \
-    F(const float *, w)            /* [co, 3, 3, ci], or NULL with gx */                            \
+    F(const float *, w)            /* [co, 3, 3, ci] or [co, ci, 3, 3], or NULL with gx */          \
+    F(int64_t, last)               /* whether channels are the last axis of w and gw */             \
     F(float *, gx)                 /* [N, in cells, ci], or NULL */                                 \
-    F(float *, gw)                 /* [co, 3, 3, ci], or NULL */
+    F(float *, gw)                 /* as w, or NULL */
 GF_STRUCT(gf_backward, GF_BACKWARD_FIELDS);
 
 /* Run a whole task. Returns 0, or -1 where there was no memory. */
