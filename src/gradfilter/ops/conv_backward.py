@@ -21,6 +21,7 @@ from gradfilter.ops.conv_products import (
     lifted_gradients,
     prefers_lift,
     prefers_products,
+    prefers_unfolding,
     product_gradients,
     separable_gradients,
     single_tap_gradients,
@@ -139,7 +140,7 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
     if geometry.lifts is not None and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
-    if prefers_products(g, geometry):
+    if prefers_products(g, geometry) and not prefers_unfolding(g, geometry, need_gx):
         return product_gradients(g, kept, w, geometry, need_gx)
     if geometry.is_small and geometry.groups == 1:
         return dense_gradients(g, kept, w, geometry, need_gx)
