@@ -38,7 +38,8 @@ axes = st.builds(
     out_patch=st.integers(1, 5),
     transposed=st.booleans(),
 )
-layouts = st.sampled_from([torch.contiguous_format, torch.channels_last])
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+layouts = st.sampled_from([*FORMATS.values()])
 
 
 def make_map(channels, cells, layout, seed):
@@ -169,6 +170,22 @@ def test_partial_patches_take_few_products(size, patch, positions):
     assert tiles.tiles["positions"].tolist() == positions
 
 
+@pytest.mark.parametrize(
+    ("size", "patch", "outs"),
+    [
+        (56, 14, [2, 2]),
+        (28, 14, [2]),
+        (14, 4, [2, 2, 1]),  # a partial patch: a further tile adds what the last cell lacks
+        (14, 14, [1]),
+    ],
+)
+def test_two_coarse_taps_behind_a_stride_take_three_products_per_tile(size, patch, outs):
+    found = find_tiles(Axis(3, 2, 1, 1, size, size // 2, patch, patch // 2))
+    assert found is not None
+    assert found.tiles["outs"].tolist() == outs
+    assert found.tiles["positions"].tolist() == [3] * len(outs)
+
+
 def test_tiles_of_an_axis_have_four_positions_or_one_other_number():
     cells = np.eye(6)
     shifted, partial, other = cells[0:3], np.array([2 * cells[1] - cells[2], cells[2], -cells[2]]), cells[[5, 0, 3]]
@@ -200,17 +217,18 @@ def test_rounds_of_tiles_add_up(threads):
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 @pytest.mark.parametrize(
-    ("size", "patch", "channels", "runs"),
+    ("size", "patch", "channels", "last", "runs"),
     [
-        (14, 7, 128, True),
-        (14, 4, 128, True),  # 3 whole cells and a partial one: two tiles, and what the last one lacks
-        (7, 4, 128, True),  # 1 + 1: the same
-        (7, 7, 128, False),  # one cell
-        (7, 7, 64, True),  # few channels
-        (14, 7, 120, False),  # no whole vectors
+        (14, 7, 144, True, True),
+        (14, 4, 144, True, True),  # 3 whole cells and a partial one: two tiles, and what the last one lacks
+        (7, 4, 144, True, True),  # 1 + 1: the same
+        (7, 7, 144, True, False),  # one cell
+        (7, 7, 144, False, True),  # and a weight that others copy
+        (7, 7, 64, True, True),  # few channels
+        (14, 7, 120, True, False),  # no whole vectors
     ],
 )
-def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channels, runs, monkeypatch):
+def test_tiles_are_the_way_where_they_save_products_calls_or_copies(size, patch, channels, last, runs, monkeypatch):
     calls = []
     monkeypatch.setattr(
         conv_backward.backward, "tile_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None)
@@ -218,7 +236,7 @@ def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channe
     axis = Axis(3, 1, 1, 1, size, size, patch, patch)
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(channels, geometry.out_cells, torch.channels_last, seed) for seed in (1, 2))
-    w = draw(channels, channels, 3, 3)
+    w = draw(channels, channels, 3, 3).contiguous(memory_format=FORMATS[last])
     ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
     ops.conv_gradients(g, kept, w, geometry, need_gx=True)

@@ -32,7 +32,7 @@ from gradfilter.ops.native.library import is_plain
 from gradfilter.ops.norm import check_norm, finish_norm_gradients, scale_norm_gradient
 from gradfilter.ops.operator import operator
 
-FEW = 64 * 64
+FEW = 128 * 128
 """Up to so many pairs of channels, calls cost more than products."""
 LEAST_CELLS = 4
 """With fewer cells than that, the library's products would take less time than packing the weight for them."""
@@ -89,13 +89,15 @@ def is_sized(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> b
 def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
     """Tell whether the library's Winograd kernel is the cheapest way.
 
-    Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
-    two cells save products: 1.1 to 5 times faster than the others at batch 8 and more, and 0.96 to 2.5 times at batch 1
-    with 512 channels. Where there are no such tiles, on maps of one cell: 0.74 to 1.02 times with 256 channels and more, but
-    1.1 to 5 times with few.
+    Measured on one core, 16 to 512 channels, batches of 1 to 128, maps of 1 to 28 cells per side, with and without a stride.
+    Where tiles of two cells save products: 1.1 to 17 times faster than the others with AVX-512. Where there are no such tiles,
+    on maps of one cell: 1.1 to 11 times where the weight is not channels last, which the others copy, and 1.08 and more with
+    up to 128 channels; beyond that, 0.5 to 1.06 times with AVX2 and 0.85 to 3 times with AVX-512.
     """
     saves = any((axis.tiles["outs"] > 1).any() for axis in tiles)
-    return (saves or w.shape[0] * w.shape[1] <= FEW) and backward.can_tile(g, kept, w, *tiles)
+    few = w.shape[0] * w.shape[1] <= FEW
+    wins = saves or few or not w.is_contiguous(memory_format=torch.channels_last)
+    return wins and backward.can_tile(g, kept, w, *tiles)
 
 
 def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:

@@ -145,7 +145,7 @@ def _find_layout(w: Tensor) -> torch.memory_format | None:
 
 
 def _find_tap_step(gw: Tensor) -> int | None:
-    """Return how many numbers lie between the taps of a kernel's gradient, in memory of any order, if it is the same for all."""
+    """Return how many numbers lie from one tap of a kernel's gradient to the next, if it is the same for all."""
     (_, _, kh, kw), (_, _, down, across) = gw.shape, gw.stride()
     if kw == 1:
         return down

@@ -4,7 +4,8 @@
  * gw = Gt [sum over tiles of (A g At) * (Bt x B)] G: 16 products instead of 36 for each of the two, and A g At serves
  * both. Lifting the kernel is part of G, and partial patches are of B, tile by tile.
  *
- * A tile of one cell along an axis has no use for the last position along it, or for all but the first: so in a round,
+ * A tile of one cell along an axis has no use for the last position along it, or for all but the first, and where the kernel's
+ * third tap is 0, as behind a stride, no tile has products at the last one. So in a round,
  * tiles stand in such an order that those which need a position are a range.
  *
  * Tiles run in rounds of as many as stay in the caches: they are transformed, then multiplied, gx by panels of its

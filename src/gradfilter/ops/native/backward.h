@@ -6,7 +6,8 @@
 
 /* Along one axis, a tile is one or two cells of the output and the four numbers that they are correlated with: `mix`
  * times four cells of the input. It is the identity where all of these are whole patches inside the map. Two cells take
- * products at all four positions, one takes the first three, and one with the first number alone the first. */
+ * products at all four positions, or at the first three where the third tap is 0; one cell takes the first three, and one
+ * with the first number alone the first. */
 typedef float gf_mix[4][4], gf_taps[4][3];
 #define GF_AXIS_TILE_FIELDS(F)                                                                                  \
     F(int32_t, out) F(int32_t, outs) /* its first output cell, and how many it has */                           \
