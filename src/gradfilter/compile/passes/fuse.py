@@ -67,6 +67,19 @@ def fuse_passes(graph: Graph) -> None:
                     replace_pass(graph, found)
 
 
+def lower_sums(graph: Graph) -> None:
+    """Let sums of two maps, as where residual branches meet, be tasks of the library: a row of tasks goes on over them."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        x = node.args[0]
+        if isinstance(x, Node) and is_map(x) and is_residual(node, x):
+            with graph.inserting_before(node):
+                new = graph.call_function(own.norm_act.default, (x, None, None, list(IDENTITY), [1, 1], node.args[1]))
+                y = graph.call_function(operator.getitem, (new, 0))
+            y.meta = dict(node.meta)
+            node.replace_all_uses_with(y)
+            graph.erase_node(node)
+
+
 def is_map(node: Node) -> bool:
     """Tell whether a node is a map [N, C, H, W] in single precision."""
     value = node.meta.get("val")
