@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import Library, register_fake
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from gradfilter.deferred import plain_torch
 from gradfilter.errors import NotCompilableError
@@ -45,7 +46,9 @@ class Joint:
 
 
 def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
-    """Record a step of a model that runs under the eager engine.
+    """Record a step of a model that runs under the eager engine, its maps with channels last, as the library reads them.
+
+    Random numbers are drawn in the order of memory. Where there are some for each pixel, maps stay laid out as they are.
 
     Args:
         run: The model, from its inputs to a sequence of tensors.
@@ -53,6 +56,24 @@ def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
 
     Raises:
         NotCompilableError: An input or an output is no tensor.
+    """
+    joint = trace_as(run, inputs, lay_out)
+    return trace_as(run, inputs, lambda x: x) if any(map(draws_for_map, joint.graph.graph.nodes)) else joint
+
+
+def draws_for_map(node: Node) -> bool:
+    """Tell whether a node draws random numbers for a map that is laid out with channels last."""
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return drawn and any(isinstance(x, Tensor) and not x.is_contiguous() for x in tree_leaves(node.meta.get("val")))
+
+
+def trace_as(run: Callable[..., Sequence[Any]], inputs: Sequence[Any], arrange: Callable[[Tensor], Tensor]) -> Joint:
+    """Record a step of a model that runs under the eager engine.
+
+    Args:
+        run: The model, from its inputs to a sequence of tensors.
+        inputs: Its inputs: parameters, buffers and images. They are not changed.
+        arrange: Lays out inputs that are no parameters.
     """
     for i, x in enumerate(inputs):
         if not isinstance(x, Tensor):
@@ -77,7 +98,7 @@ def trace(run: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Joint:
 
     with torch.random.fork_rng(devices=[]):
         # What a model changes in place, such as running statistics, is changed here, too: on copies.
-        copies = [(x if isinstance(x, Parameter) else lay_out(x)).detach().clone() for x in inputs]
+        copies = [(x if isinstance(x, Parameter) else arrange(x)).detach().clone() for x in inputs]
         examples = [x.requires_grad_(i in trained) for i, x in enumerate(copies)]
         graph = make_fx(step, tracing_mode="real")(*examples)
     count = len(find_results(graph)) - (len(trained) if differentiable else 0)
