@@ -99,7 +99,8 @@ class Capture:
         weight = None
         if isinstance(hook, PlannedLayer):
             self.planned = True
-            weight = nodes.get(id(getattr(hook.owner.find(), "weight", None)))
+            # Not the attribute: a parametrization would compute it, and a spectral norm move its estimate.
+            weight = nodes.get(id(getattr(hook.owner.find(), "_parameters", {}).get("weight")))
         node.target, node.args = act, (x, key, weight)
 
 

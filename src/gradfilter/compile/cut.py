@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, Node
 
-from gradfilter.compile.passes.clean import find_aliases
+from gradfilter.compile.passes.clean import find_aliases, find_written
 from gradfilter.compile.trace import TANGENT, Joint, find_results
+from gradfilter.errors import NotCompilableError
 
 
 @dataclass
@@ -33,6 +35,9 @@ def cut(joint: Joint) -> Halves:
     """Cut a step where its backward begins.
 
     What was recorded in forward runs in forward, but for views, which are made again where they are read.
+
+    Raises:
+        NotCompilableError: Random numbers are drawn in backward.
     """
     graph = joint.graph.graph
     results = find_results(joint.graph)
@@ -42,8 +47,13 @@ def cut(joint: Joint) -> Halves:
     if not tangents:
         return Halves(graph, None, 0, [], joint.outputs)
     begin = nodes.index(tangents[0])
-    views = find_aliases(graph)
+    views = {node: base for node, base in find_aliases(graph).items() if not find_written(node)}
     behind = [node for node in nodes[begin:] if node.op != "output" and node not in tangents]
+    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in behind):
+        raise NotCompilableError(
+            "a backward draws random numbers: a checkpoint with dropout inside computes its part again with the same ones, "
+            "which no graph can tell. Put the dropout outside of the checkpoint."
+        )
     needed = find_needed(behind, set(nodes[:begin]), views)
     again = [node for node in nodes[:begin] if node in needed and node in views]
     saved = [node for node in nodes[:begin] if node in needed and node not in views and node not in inputs]

@@ -286,11 +286,15 @@ def is_alike(x: Tensor, y: Any) -> bool:
     return not isinstance(y, Tensor) or (x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype)
 
 
+STRIDED = {aten.hardswish.default, aten.hardswish_backward.default}
+"""Operators that read and write tensors of any strides as they are, though torch does not mark them so."""
+
+
 @lru_cache
 def keeps_strides(func: Any) -> bool:
     """Tell whether an operator reads and writes tensors of any strides as they are: pointwise and structured ones do."""
     structured = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutogradNonFunctional")
-    return structured or torch.Tag.pointwise in func.tags
+    return structured or torch.Tag.pointwise in func.tags or func in STRIDED
 
 
 @lru_cache

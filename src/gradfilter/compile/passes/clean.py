@@ -76,12 +76,26 @@ def find_changed(graph: Graph) -> set[Node]:
 
 
 def has_loose_changes(graph: Graph) -> bool:
-    """Tell whether a graph changes memory that it also reads: its functions must then stay in order.
+    """Tell whether a graph changes memory that it reads before, or in another way: its functions must then stay in order.
 
-    Statistics and counters are inputs that functions change, and that nothing else reads.
+    Statistics and counters are inputs that functions change, and that nothing else reads. Random numbers are new memory that
+    one function after the other changes, before anything reads it.
     """
-    bases = find_bases(graph)
-    return any(node.op != "placeholder" or any(node not in find_written(user) for user in node.users) for node in bases)
+    aliases = find_aliases(graph)
+    writers: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for x in find_written(node):
+            writers.setdefault(aliases.get(x, x), []).append(node)
+    for base, nodes in writers.items():
+        if base.op == "placeholder":
+            if any(user not in nodes for user in base.users):
+                return True
+            continue
+        for node in nodes:  # each changes what the one before has returned, and nobody else reads that
+            if list(base.users) != [node]:
+                return True
+            base = node
+    return False
 
 
 def find_bases(graph: Graph) -> set[Node]:
