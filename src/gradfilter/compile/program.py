@@ -157,6 +157,17 @@ class Program:
         self._within = find_places(self.within, numbers)
         self._kept = find_places(self.kept, numbers)
         self._given = [(numbers[b], *source) for b, source in self.sources.items() if b in numbers]
+        # Most results are all of a new tensor, which is then allocated as the result has it.
+        whole = {view.buffer: view for view in self.results if view is not None and view.is_whole}
+        self._new = []
+        for buffer in self.fresh:
+            x = whole.get(buffer)
+            like = (x.size, x.stride, x.dtype) if x else (buffer.tensor.shape, buffer.tensor.stride(), buffer.tensor.dtype)
+            self._new.append((buffer, numbers[buffer], *like))
+        self._returned = [
+            (view, view.buffer if view is not None and view.buffer in self.fresh and whole.get(view.buffer) == view else None)
+            for view in self.results
+        ]
 
     def _find_last_uses(self) -> None:
         """Find after which step each tensor that torch has made is no longer read, and which ones nobody reads."""
@@ -238,9 +249,9 @@ class Program:
         addresses[numbers] = offsets + np.uint64(space.arena.data_ptr())
         numbers, offsets = self._kept
         addresses[numbers] = offsets + np.uint64(block.data_ptr())
-        for buffer in self.fresh:
-            values[buffer] = x = torch.empty_strided(buffer.tensor.shape, buffer.tensor.stride(), dtype=buffer.tensor.dtype)
-            addresses[self.numbers[buffer]] = x.data_ptr()
+        for buffer, number, size, stride, dtype in self._new:
+            values[buffer] = x = torch.empty_strided(size, stride, dtype=dtype)
+            addresses[number] = x.data_ptr()
         for number, index, shift in self._given:
             addresses[number] = given[index].data_ptr() + shift
         packed = space.packed
@@ -281,7 +292,9 @@ class Program:
                     place[key] = view  # nothing of this call stays alive
             for buffer in drop:
                 values.pop(buffer, None)
-        results = [None if view is None else show(view) for view in self.results]
+        results = [
+            values[whole] if whole is not None else None if view is None else show(view) for view, whole in self._returned
+        ]
         return results, [block, *(values[buffer] for buffer in self.made)]
 
     def show_input(self, view: View, given: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ operators give tensors whose numbers are not set. So the code that packs a task 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,11 @@ class View:
         """Return the tensor where its buffer begins so many bytes behind the start of a storage."""
         offset = self.offset + shift // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype).set_(storage, offset, self.size, self.stride)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its buffer, each number once."""
+        return self.offset == 0 and 0 not in self.stride and math.prod(self.size) * self.dtype.itemsize == self.buffer.bytes
 
     def fits(self, x: Tensor) -> bool:
         """Tell whether a tensor has the shape and the strides that were recorded."""
