@@ -138,16 +138,16 @@ static void run_pairs(int64_t c, int64_t cells) {
     }
     const gf_pair_axis axis = {start, pairs, cells, cells, 3};
     const int64_t size = 2 * cells * cells * c;
-    float *gx = malloc((size_t)size * 4), *gq = malloc((size_t)(9 * c) * 4);
-    const gf_pairs t = {axis, axis, 2, c, draw(size), draw(size), draw(9 * c), gx, gq};
+    float *gx = malloc((size_t)size * 4), *gw = malloc((size_t)(7 * c) * 4);
+    const gf_pairs t = {axis, axis, 2, c, 7, draw(9 * 7), draw(size), draw(size), draw(7 * c), gx, gw};
     need(gf_pairs_map(&t, 2));
     put(t.gx, size, 4);
-    put(t.gq, 9 * c, 4);
+    put(t.gw, 7 * c, 4);
 }
 
 /* Cells that are read by three of them, with zeros outside: two cells to a tile, and what is left over. The last tile's
  * numbers are mixed, as those of partial patches are; where it has two cells, a tile of one product adds to the second. */
-static void run_tiles(int64_t co, int64_t ci, int32_t cells) {
+static void run_tiles(int64_t co, int64_t ci, int32_t cells, int last) {
     const int32_t count = (cells + 1) / 2, more = cells % 2 == 0;
     gf_axis_tile *tiles = calloc((size_t)(count + more), sizeof *tiles);
     for (int32_t i = 0, seen = 0; i < count; i++) {
@@ -167,7 +167,7 @@ static void run_tiles(int64_t co, int64_t ci, int32_t cells) {
     }
     const gf_tile_axis axis = {tiles, count + more, cells, cells, {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}}};
     const int64_t map = 2 * cells * cells, w = co * 9 * ci;
-    gf_backward t = {axis, axis, 2, co, ci, draw(map * co), draw(map * ci), draw(w), NULL, NULL};
+    gf_backward t = {axis, axis, 2, co, ci, draw(map * co), draw(map * ci), draw(w), last, NULL, NULL};
     t.gx = malloc((size_t)(map * ci) * 4), t.gw = malloc((size_t)w * 4);
     need(gf_backward_map(&t, 2));
     put(t.gx, map * ci, 4);
@@ -190,11 +190,15 @@ static void run_norms(int64_t rows, int64_t c, int64_t k, int scaled) {
     for (int64_t i = 0; i < c; i++) var[i] = var[i] * var[i] + 1;
     float *scale = vectors, *total = vectors + c, *g_gamma = vectors + 2 * c, *g_bias = vectors + 3 * c, *gamma = draw(c);
     for (int64_t i = 0; i < c; i++) gamma[i] += 3;
-    const gf_norm_back back = {rows, c, 1e-3, draw(rows * c), gamma, var, scale, total, out};
+    float *folded = scaled ? NULL : malloc((size_t)(c * k) * 4);
+    const gf_norm_back back = {rows, c, k, 1e-3, draw(rows * c), gamma, var, scale, total, out, draw(c * k), folded};
     need(gf_norm_back_map(&back, 2));
     if (out) put(out, rows * c, 4);
-    float *gw = draw(c * k);
-    const gf_norm_end end = {c, k, 1e-3, scaled, draw(c * k), draw(c), draw(c), var, scale, total, gw, g_gamma, g_bias};
+    if (folded) put(folded, c * k, 4);
+    /* The gradient is as the weight is, or has its last two axes, 3 and k / 3, turned. */
+    float *from = draw(c * k), *gw = scaled ? from : malloc((size_t)(c * k) * 4);
+    const gf_norm_end end = {c, k / 3, 3, k, scaled ? 3 : 1, scaled ? 1 : k / 3, 1e-3, scaled, draw(c * k), draw(c), draw(c),
+                             var, scale, total, from, g_gamma, g_bias, gw};
     need(gf_norm_end_map(&end, 2));
     put(vectors, 4 * c, 4);
     put(gw, c * k, 4);
@@ -221,11 +225,11 @@ int main(void) {
     run_pooling(17, 4);
     run_pairs(40, 5);
     run_pairs(150, 3);
-    run_tiles(32, 48, 4);
-    run_tiles(16, 80, 7);
+    run_tiles(32, 48, 4, 1);
+    run_tiles(16, 80, 7, 0);
     run_single(50, 24, 90, 9, 1);
     run_single(1300, 19, 40, 9, 0);
     run_norms(77, 40, 27, 0);
-    run_norms(33, 150, 64, 1);
+    run_norms(33, 150, 63, 1);
     return 0;
 }

@@ -58,32 +58,44 @@ class TestEqualsTorch:
         zero=st.booleans(),
         scales=st.booleans(),
         threads=st.integers(1, 2),
+        kernel=st.sampled_from([None, (1, 1, 1), (5, 3, 3), (20, 1, 3)]),
+        last=st.booleans(),
         seed=st.integers(0, 99),
     )
-    def test_norm_back(self, shape, has_gamma, zero, scales, threads, seed):
+    def test_norm_back(self, shape, has_gamma, zero, scales, threads, kernel, last, seed):
         gamma, mu, var = make_norm(shape[1], seed, zero)
         g = draw_values(*shape, seed=seed + 5).contiguous(memory_format=torch.channels_last)
-        args = g, ops.FixedNorm(gamma if has_gamma else None, mu, var, EPS), scales
+        w = draw_values(shape[1], *kernel, seed=seed + 6).contiguous(memory_format=FORMATS[last]) if kernel else None
+        args = g, ops.FixedNorm(gamma if has_gamma else None, mu, var, EPS), scales, w
         torch.set_num_threads(threads)
         with note_calls() as calls:
             got = scale_norm_gradient(*args)
         torch.set_num_threads(1)
         assert calls == ["norm_back"]
         assert (got.scaled is None) == (not scales or (has_gamma and zero))
-        same(got, scale_in_torch(*args))
+        with native.off():
+            expected = scale_norm_gradient(*args)
+        assert (got.folded is None) == (w is None or got.scaled is not None)
+        same(got, expected)
+        if w is not None and got.folded is not None:
+            assert got.folded.stride() == w.stride()
 
     @quick
     @given(
         shape=st.tuples(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 5]), st.sampled_from([1, 3])),
         has_bias=st.booleans(),
         scaled=st.booleans(),
-        last=st.booleans(),
+        last=st.tuples(st.booleans(), st.booleans()),
+        lumped=st.booleans(),
         need=st.tuples(st.booleans(), st.booleans()),
         seed=st.integers(0, 99),
     )
-    def test_norm_end(self, shape, has_bias, scaled, last, need, seed):
+    def test_norm_end(self, shape, has_bias, scaled, last, lumped, need, seed):
         norm = ops.FixedNorm(*make_norm(shape[0], seed), EPS)
-        w, gw = (draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[last]) for i in (5, 6))
+        w, gw = (
+            draw_values(*shape, seed=seed + i).contiguous(memory_format=FORMATS[f]) for i, f in zip((5, 6), last, strict=True)
+        )
+        gw = gw[:, :, :1, :1].expand_as(w) if lumped else gw  # one gradient for all taps
         g = draw_values(2, shape[0], 3, 3, seed=seed + 7)
         back = scale_in_torch(g, norm, scaled)
         bias = draw_values(shape[0], seed=seed + 8) if has_bias else None
@@ -93,6 +105,7 @@ class TestEqualsTorch:
             got = finish_norm_gradients(gw, *rest)
         assert calls == ["norm_end"]
         same(got, expected)
+        assert got[0].is_contiguous(memory_format=FORMATS[last[0]])
 
 
 def test_what_the_library_cannot_read_runs_in_torch():
@@ -102,8 +115,8 @@ def test_what_the_library_cannot_read_runs_in_torch():
     with note_calls() as calls:
         back = scale_norm_gradient(g, norm, True)
         same(back, scale_in_torch(g, norm, True))
-        finish_norm_gradients(gw.contiguous(memory_format=torch.channels_last), w, None, norm, back, True, True)
-        finish_norm_gradients(gw[:, :1].expand(20, 4, 3, 3), w, None, norm, back, True, True)
+        finish_norm_gradients(gw, w.transpose(2, 3), None, norm, back, True, True)
+        finish_norm_gradients(gw.transpose(2, 3), w, None, norm, back, True, True)
         gamma, mu, var = (v.double() for v in make_norm(20, 0))
         wide = scale_norm_gradient(g.double(), ops.FixedNorm(gamma, mu, var, EPS), True)
     assert wide.scaled is not None

@@ -332,5 +332,5 @@ def test_they_end_at_the_first_that_has_something_to_say():
     zero, one, out, y = torch.zeros(1), torch.ones(1), torch.zeros(4), torch.zeros(1, 1, 2, 2)
     at = [v.data_ptr() for v in (one, zero, one, out[0], out[1], out[2])]  # a factor is 0
     norm, unpool = TASKS["norm_back"], pooling._TASK
-    assert run_tasks(norm.header + norm.pack(1, 1, 0.0, *at) + unpool.header + pack_unpool(one, y)) == 1
+    assert run_tasks(norm.header + norm.pack(1, 1, 0, 0.0, *at, 0, 0) + unpool.header + pack_unpool(one, y)) == 1
     assert not y.any()

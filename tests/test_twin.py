@@ -18,8 +18,6 @@ from gradfilter.geometry.convolution import cut_tiles, find_tiles, make_geometry
 from gradfilter.geometry.tiling import count_cells, is_nhwc, map_size
 from gradfilter.geometry.windows import make_windows
 from gradfilter.ops import constants, conv_backward, conv_products, max_pooling, native
-from gradfilter.ops.constants import find_coefficients
-from gradfilter.ops.conv_backward import paired_gradients
 from gradfilter.ops.conv_products import lifted_gradients, prefers_shifts, product_gradients, separable_gradients
 from gradfilter.ops.native.backward import can_tile, tile_gradients
 from gradfilter.ops.native.pairs import can_pair, pair_gradients
@@ -40,7 +38,8 @@ axes = st.builds(
     out_patch=st.integers(1, 5),
     transposed=st.booleans(),
 )
-layouts = st.sampled_from([torch.contiguous_format, torch.channels_last])
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+layouts = st.sampled_from([*FORMATS.values()])
 
 
 def make_map(channels, cells, layout, seed):
@@ -88,11 +87,11 @@ def test_pairs_of_cells_give_what_tap_matrices_on_unfolded_maps_give(rows, colum
     if not can_pair(g, kept, *geometry.pairs):
         assert not len(geometry.coefficients)  # a kernel that reads padding alone
         return
-    gx, gw = paired_gradients(g, kept, w.float(), geometry, need_gx)
+    gx, gw = pair_gradients(g, kept, w.float(), geometry, need_gx=need_gx)
     torch.testing.assert_close((gx, gw), want if need_gx else (None, want[1]), rtol=1e-4, atol=1e-4, check_dtype=False)
     if gx is not None:
         assert gx.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(paired_gradients(g, None, w.float(), geometry, True)[0], gx)  # type: ignore[arg-type]
+        assert torch.equal(pair_gradients(g, None, w.float(), geometry, need_gx=True)[0], gx)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kernel", "groups"), [(3, 16), (3, 1), (1, 1)])
@@ -145,10 +144,10 @@ def test_tiles_give_what_tap_matrices_on_unfolded_maps_give(rows, columns, layou
     assert can_tile(g, kept, w.float(), *geometry.tiles)
     got = tile_gradients(g, kept, w.float(), *geometry.tiles, need_gx=need_gx)
     assert (got[0] is not None) == need_gx
-    for mine, theirs in zip(got, want, strict=True):
+    for mine, theirs, order in zip(got, want, (torch.channels_last, other), strict=True):
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=3e-5 * float(theirs.abs().max()) + 1e-6)
-            assert mine.is_contiguous(memory_format=torch.channels_last)
+            assert mine.is_contiguous(memory_format=order)
     if need_gx:
         alone = tile_gradients(g, None, w.float(), *geometry.tiles, need_gx=True)
         assert torch.equal(alone[0], got[0])  # type: ignore[arg-type]
@@ -169,6 +168,22 @@ def test_partial_patches_take_few_products(size, patch, positions):
     tiles = find_tiles(Axis(3, 1, 1, 1, size, size, patch, patch))
     assert tiles is not None
     assert tiles.tiles["positions"].tolist() == positions
+
+
+@pytest.mark.parametrize(
+    ("size", "patch", "outs"),
+    [
+        (56, 14, [2, 2]),
+        (28, 14, [2]),
+        (14, 4, [2, 2, 1]),  # a partial patch: a further tile adds what the last cell lacks
+        (14, 14, [1]),
+    ],
+)
+def test_two_coarse_taps_behind_a_stride_take_three_products_per_tile(size, patch, outs):
+    found = find_tiles(Axis(3, 2, 1, 1, size, size // 2, patch, patch // 2))
+    assert found is not None
+    assert found.tiles["outs"].tolist() == outs
+    assert found.tiles["positions"].tolist() == [3] * len(outs)
 
 
 def test_tiles_of_an_axis_have_four_positions_or_one_other_number():
@@ -202,17 +217,18 @@ def test_rounds_of_tiles_add_up(threads):
 
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 @pytest.mark.parametrize(
-    ("size", "patch", "channels", "runs"),
+    ("size", "patch", "channels", "last", "runs"),
     [
-        (14, 7, 128, True),
-        (14, 4, 128, True),  # 3 whole cells and a partial one: two tiles, and what the last one lacks
-        (7, 4, 128, True),  # 1 + 1: the same
-        (7, 7, 128, False),  # one cell
-        (7, 7, 64, True),  # few channels
-        (14, 7, 120, False),  # no whole vectors
+        (14, 7, 144, True, True),
+        (14, 4, 144, True, True),  # 3 whole cells and a partial one: two tiles, and what the last one lacks
+        (7, 4, 144, True, True),  # 1 + 1: the same
+        (7, 7, 144, True, False),  # one cell
+        (7, 7, 144, False, True),  # and a weight that others copy
+        (7, 7, 64, True, True),  # few channels
+        (14, 7, 120, True, False),  # no whole vectors
     ],
 )
-def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channels, runs, monkeypatch):
+def test_tiles_are_the_way_where_they_save_products_calls_or_copies(size, patch, channels, last, runs, monkeypatch):
     calls = []
     monkeypatch.setattr(
         conv_backward.backward, "tile_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None)
@@ -220,7 +236,7 @@ def test_tiles_are_the_way_where_they_save_products_or_calls(size, patch, channe
     axis = Axis(3, 1, 1, 1, size, size, patch, patch)
     geometry = make_geometry(axis, axis, 1, False)
     g, kept = (make_map(channels, geometry.out_cells, torch.channels_last, seed) for seed in (1, 2))
-    w = draw(channels, channels, 3, 3)
+    w = draw(channels, channels, 3, 3).contiguous(memory_format=FORMATS[last])
     ops.conv_gradients(g.float(), kept.float(), w.float(), geometry, need_gx=True)
     assert len(calls) == runs
     ops.conv_gradients(g, kept, w, geometry, need_gx=True)
@@ -290,11 +306,8 @@ def test_pairs_of_cells_are_the_same_on_any_number_of_threads(n, channels):
     maps = [draw(n, channels, 13, 13, seed=seed) for seed in (1, 2)]
     w = draw(channels, 1, 5, 5, seed=3)
     g, kept = (x.float().contiguous(memory_format=torch.channels_last) for x in maps)
-    coefficients = find_coefficients(geometry, w)
-    q = (coefficients @ w.reshape(channels, -1).t()).float()
-    gx, gq = run_on_threads(lambda: pair_gradients(g, kept, q, *geometry.pairs))
-    gw = (coefficients.t() @ gq.double()).t().reshape(w.shape)
-    check_sums((gx, gw), separable_gradients(maps[0], maps[1], w, geometry, True))
+    got = run_on_threads(lambda: pair_gradients(g, kept, w.float(), geometry, need_gx=True))
+    check_sums(got, separable_gradients(maps[0], maps[1], w, geometry, True))
 
 
 def run_on_threads(run):
@@ -395,7 +408,7 @@ def test_a_small_partial_patch_is_not_mixed():
 @pytest.mark.skipif(native.load() is None, reason="the C library was not built, or is switched off")
 def test_pairs_are_the_way_of_depthwise_kernels_in_single_precision(monkeypatch):
     calls = []
-    monkeypatch.setattr(conv_backward, "paired_gradients", lambda *arguments: calls.append(arguments) or (None, None))
+    monkeypatch.setattr(conv_backward.pairs, "pair_gradients", lambda *arguments, **_: calls.append(arguments) or (None, None))
     axis = Axis(3, 1, 1, 1, 14, 14, 4, 4)
     geometry = make_geometry(axis, axis, 16, False)
     g, kept = (make_map(16, (4, 4), torch.channels_last, seed) for seed in (1, 2))

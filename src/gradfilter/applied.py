@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,7 @@ class Applied:
         paused: Whether layers run with torch's own backward for a while, see `exactly`.
         compiled: The shapes of the inputs with which each graph that was captured of the model was compiled first, by the
             marks in it; empty where nothing was compiled.
-        programs: The programs of the model that are still there.
+        programs: The programs of the model.
     """
 
     plan: Plan
@@ -45,11 +45,11 @@ class Applied:
     exact: dict[str, str] = field(default_factory=dict)
     paused: bool = False
     compiled: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
-    programs: WeakSet[Any] = field(default_factory=WeakSet)
+    programs: list[ref[Any]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: it is not compiled."""
-        return {**self.__dict__, "compiled": {}, "programs": WeakSet()}
+        return {**self.__dict__, "compiled": {}, "programs": []}
 
 
 @dataclass

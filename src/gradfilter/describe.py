@@ -52,11 +52,12 @@ def program(model: nn.Module) -> str:
     C library and the calls of torch between them; the memory that it takes, and what is held from forward to backward.
     """
     applied = find_applied(model)
-    if applied is None or not applied.programs:
+    programs = [found for program in applied.programs if (found := program()) is not None] if applied else []
+    if applied is None or not programs:
         why = "no plan applied" if applied is None else "nothing is compiled yet; call the model after torch.compile"
         return f"{type(model).__name__}: {why}."
     names = {id(x): name or "(model)" for name, m in model.named_modules() for x in m.parameters(recurse=False)}
-    return "\n".join([line for compiled in applied.programs for line in compiled.describe(names)])
+    return "\n".join([line for compiled in programs for line in compiled.describe(names)])
 
 
 def find_trained(model: nn.Module, applied: Applied) -> dict[str, str]:

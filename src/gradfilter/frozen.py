@@ -184,7 +184,7 @@ def conv2d(
     return make_frozen(func(pixels(x), weight, bias, stride, padding, dilation, groups))
 
 
-@frozen(F.pad, torch._C._nn.pad)
+@frozen(F.pad, torch._C._nn.pad)  # type: ignore[attr-defined]
 def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Let zeros around a map wait for a convolution."""
     x = input

@@ -317,7 +317,8 @@ class FrozenStatistics(Hook):
         self.handles.append(module.register_forward_hook(self.restore, always_call=True))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_dynamo_compiling():
+        # What `freeze_` leaves any backend may compile: then Dynamo captures the next lines as they are.
+        if is_dynamo_compiling() and not self.applied.is_exact:
             return mark_input(self.key, args, kwargs)
         self.was_training = module.training
         module.__dict__["training"] = False  # as `train()` would, only that a network has many of these
@@ -325,7 +326,7 @@ class FrozenStatistics(Hook):
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         """Give the module its mode back after its forward, also after one that failed."""
-        if not is_dynamo_compiling() and self.was_training is not None:
+        if self.was_training is not None:
             module.__dict__["training"], self.was_training = self.was_training, None
 
 

@@ -20,6 +20,10 @@ EXPECTED = "expected"
 """The reason of an exit at a function where regions are meant to end."""
 
 
+Seen = tuple[dict[str, dict[str, None]], dict[str, int], dict[tuple[str, str], str]]
+"""What a forward met: regions, ranks and exits, as `Log` has them."""
+
+
 @dataclass
 class Log:
     """Remember, for one model and its latest forward, which regions there were and where they ended.
@@ -50,6 +54,15 @@ class Log:
     def finish(self) -> None:
         """Let go of what the layers of a forward share: from here on only what the graph holds is needed."""
         self.shared = None
+
+    def list_seen(self) -> Seen:
+        """Return the regions, ranks and exits of this forward, for programs that repeat it."""
+        return dict(self.regions), dict(self.ranks), dict(self.exits)
+
+    def recall(self, seen: Seen) -> None:
+        """Note what an earlier forward has met, and a program now repeats."""
+        for mine, found in zip((self.regions, self.ranks, self.exits), seen, strict=True):
+            mine.update(found)  # type: ignore[arg-type]
 
     def share(self, x: Tensor, where: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what layers share that enter regions at the same tensor, at the same place: branches behind a frozen layer."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables.builder import VariableBuilder
+from torch.compiler import _compile_session_context
 from torch.fx import GraphModule
 
 from gradfilter import hooks, marks
@@ -21,6 +23,7 @@ from gradfilter.compile.programs import Compiled, make_program
 from gradfilter.emit import DeferredTensor
 from gradfilter.errors import NotCompilableError, SettingsError
 from gradfilter.frozen import FrozenTensor
+from gradfilter.regions import Seen
 from gradfilter.tensor import PatchTensor
 
 logger = logging.getLogger(__name__)
@@ -105,8 +108,8 @@ class Programs:
         static = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in places]  # parameters, buffers
         self.data = [i for i, kind in enumerate(static) if kind is None]
         self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
-        self.lock = threading.Lock()
         self.told = False
+        self.seen: Seen | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
@@ -114,6 +117,8 @@ class Programs:
         program = self.programs.get(symbols)
         if program is None:
             program = self.find(symbols, inputs)
+        if self.seen is not None:
+            self.capture.find_applied().log.recall(self.seen)
         return program(*inputs)
 
     def find(self, symbols: tuple[int, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -121,11 +126,16 @@ class Programs:
         shapes = tuple(tuple(inputs[i].shape) for i in self.data if isinstance(inputs[i], Tensor))
         if not self.is_compiled_for(shapes):
             return self.capture.run
-        with self.lock:
+        # Recording a program changes how modules are called, in all threads. So Dynamo, of which this is the lock, captures
+        # nothing meanwhile; and the flag tells compiled models that other threads call that it is not they who are traced.
+        with compile_lock, _compile_session_context():
             if symbols not in self.programs:
                 self.programs[symbols] = program = make_program_or_run(self.capture, inputs)
+                applied = self.capture.find_applied()
                 if isinstance(program, Compiled):
-                    self.capture.find_applied().programs.add(program)
+                    applied.programs.append(weakref.ref(program))
+                    if torch.is_grad_enabled():
+                        self.seen = applied.log.list_seen()
         return self.programs[symbols]
 
     def is_compiled_for(self, shapes: tuple[Shape, ...]) -> bool:

@@ -56,7 +56,8 @@ def find_attribute(owner: GraphModule, node: Node) -> Any:
 
 def run_node(node: Node, values: dict[Node, Any], held: list[Any]) -> Any:
     """Run a function of a graph."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+    arguments: Any = map_arg((node.args, node.kwargs), lambda n: values[n])
+    args, kwargs = arguments
     if node.target is operator.getitem:
         return args[0][args[1]]
     if node.target.namespace == "gradfilter":  # type: ignore[union-attr]

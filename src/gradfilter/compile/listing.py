@@ -79,11 +79,9 @@ def name_operator(node: Node) -> str:
     if node.target.namespace != "gradfilter" or name not in ("convolve", "expand", "norm_act"):  # type: ignore[union-attr]
         return str(name)
     given = OPERATORS[name].unpack([None if isinstance(x, Node) else x for x in node.args])
-    parts = {user.args[1] for user in node.users}
+    parts = [user.args[1] for user in node.users]
     if name == "expand":
-        middle, end = (
-            describe_ending(e.scale, e.act, node.args[i] is not None) for e, i in ((given["middle"], 3), (given["end"], 13))
-        )
+        middle, end = (describe_ending(e.act, node.args[i] is not None) for e, i in ((given["middle"], 3), (given["end"], 13)))
         return f"expand{middle}, depthwise{end}"
     residual = node.args[-1] is not None
     scale = node.args[8 if name == "convolve" else 1] is not None

@@ -297,7 +297,7 @@ class Program:
         x = given[index]
         if view.offset * view.dtype.itemsize + shift == 0 and view.fits(x):
             return x
-        return view.show(x.untyped_storage(), x.storage_offset() * x.dtype.itemsize + shift)
+        return view.show(x.untyped_storage(), int(x.storage_offset()) * x.dtype.itemsize + shift)
 
 
 def list_buffers(x: Any) -> list[Buffer]:

@@ -28,7 +28,7 @@ from gradfilter.compile.passes.clean import (
     name_statistics,
 )
 from gradfilter.compile.passes.expand import fuse_expansions
-from gradfilter.compile.passes.fuse import fuse_passes
+from gradfilter.compile.passes.fuse import fuse_passes, lower_sums
 from gradfilter.compile.passes.pad import merge_padding
 from gradfilter.compile.program import Program, Source
 from gradfilter.compile.record import Buffer, View, record
@@ -42,6 +42,8 @@ FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, merge_paddin
 """Passes over the forward graph, in order."""
 ORDERED_PASSES: tuple[Callable[[Graph], None], ...] = (erase_dead,)
 """Passes over a forward graph whose functions change what others read: none that moves a function."""
+BACKWARD_PASSES: tuple[Callable[[Graph], None], ...] = (lower_sums, erase_dead)
+"""Passes over the backward graph, in order."""
 
 
 def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] | None:
@@ -98,6 +100,8 @@ class Compiled:
         halves = cut(joint)
         for edit in ORDERED_PASSES if has_loose_changes(halves.forward) else FORWARD_PASSES:
             edit(halves.forward)
+        for edit in BACKWARD_PASSES if halves.backward is not None else ():
+            edit(halves.backward)  # type: ignore[arg-type]
         self.changed = find_changed_inputs(halves.forward, inputs)
         self.joint, self.halves = joint, halves
         tape, results = record(halves.forward, joint.inputs, joint.graph)

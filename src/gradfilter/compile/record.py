@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         given, options = self.find_views(args, kwargs)
         out = find_out(func)
         if isinstance(found, Tensor) and (out is not None or func in COPIES):
-            view = self.find_view(self.make_blank(new[0]))
+            view = self.find_view(self.make_blank(new[0]))  # type: ignore[arg-type]
             if out is None:
                 self.add(CallStep(aten.copy_.default, (view, given[0]), {}, []))
             else:
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         if key not in self.buffers:
             self.buffers[key] = Buffer(x)
             self.places = []
-        return View(self.buffers[key], x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+        return View(self.buffers[key], x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def find_views(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return arguments with views in place of tensors; what nobody has made is a constant."""

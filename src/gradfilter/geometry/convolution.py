@@ -166,8 +166,13 @@ class Geometry:
         return np.kron(rows, columns)
 
     @cached_property
+    def mix(self) -> np.ndarray:
+        """The `coefficients` as the library reads them."""
+        return np.ascontiguousarray(self.coefficients, np.float32)
+
+    @cached_property
     def tiles(self) -> tuple[AxisTiles, AxisTiles] | None:
-        """The tiles of Winograd's F(2×2, 3×3) per axis, where the kernel and its coarse twin have three taps each."""
+        """The tiles of Winograd's F(2×2, 3×3) per axis, where the kernel has three taps and its coarse twin two or three."""
         rows, columns = find_tiles(self.rows), find_tiles(self.columns)
         return None if rows is None or columns is None else (rows, columns)
 
@@ -205,21 +210,33 @@ MOST_MIXED = 8
 
 @lru_cache(maxsize=4096)
 def find_tiles(axis: Axis) -> AxisTiles | None:
-    """Return the tiles of an axis, or `None` where its coarse twin is not a kernel of three taps without a stride.
+    """Return the tiles of an axis, or `None` where its coarse twin is not a kernel of two or three taps without a stride.
 
     Where all patches are whole, each output cell applies the lifted kernel A to three neighbouring input cells. Next to a
     partial patch it applies the same A to three weighted sums of input cells instead, the rows of E:
     T_u[I, J] = Σ_δ A[δ, u] E[I, δ, J]. E is found by solving for it. `cut_tiles` groups output cells into tiles, and each tile
     must read no more than four neighbouring input cells, because that is what the library loads for one.
+
+    A coarse twin of two taps, as behind a stride that patches follow, has a third one of zeros. It may read anything: the next
+    cell's second sum lets two cells share a tile. Of the products of a tile, the fourth is 0 then.
     """
     lifted = along.lift_patch(axis)
-    if lifted is None or lifted[0].shape != (3, 3) or lifted[2] != 1 or abs(np.linalg.det(lifted[0])) < 1e-6:
+    if lifted is None or lifted[0].shape not in ((2, 3), (3, 3)) or lifted[2] != 1:
         return None
-    taps = along.tap_matrices(axis)
+    matrix, taps = lifted[0], along.tap_matrices(axis)
+    if np.linalg.det(matrix @ matrix.T) < 1e-12:
+        return None
     out_cells, in_cells = taps.shape[1:]
-    mixed = np.linalg.solve(lifted[0].T, taps.reshape(3, -1)).reshape(taps.shape).transpose(1, 0, 2).round(12)
+    mixed = (np.linalg.pinv(matrix.T) @ taps.reshape(3, -1)).round(12)
+    if not np.allclose(matrix.T @ mixed, taps.reshape(3, -1), rtol=0, atol=1e-9):
+        return None
+    mixed, positions_of_two = mixed.reshape(-1, out_cells, in_cells).transpose(1, 0, 2), 4
+    if len(matrix) == 2:
+        further = np.concatenate([mixed[1:, 1:], np.zeros((1, 1, in_cells))])
+        mixed, positions_of_two = np.concatenate([mixed, further], 1), 3
+        matrix = np.concatenate([matrix, np.zeros((1, 3))])
     tiles, seen = [], 0
-    for out, outs, positions, mix in cut_tiles(mixed):
+    for out, outs, positions, mix in cut_tiles(mixed, positions_of_two):
         read = np.flatnonzero(mix.any(0))
         first = min(read.min(initial=seen), max(0, in_cells - 4))
         if first > seen or read.max(initial=first) >= first + 4 or np.abs(mix).max() > MOST_MIXED:
@@ -227,10 +244,10 @@ def find_tiles(axis: Axis) -> AxisTiles | None:
         window = np.pad(mix, ((0, 0), (0, 4)))[:, first : first + 4]
         tiles.append((out, outs, first, seen, positions, first + 4 <= in_cells and along.is_identity(window), window))
         seen = max(seen, min(first + 4, in_cells))
-    return AxisTiles(np.array(tiles, TILE), TRANSFORM @ lifted[0], (in_cells, out_cells)) if seen == in_cells else None
+    return AxisTiles(np.array(tiles, TILE), TRANSFORM @ matrix, (in_cells, out_cells)) if seen == in_cells else None
 
 
-def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
+def cut_tiles(mixed: Matrix, positions_of_two: int = 4) -> list[tuple[int, int, int, Matrix]]:
     """Return tiles of one or two output cells, from the three weighted sums of input cells that each reads.
 
     Two output cells with one kernel of three taps read four values, v0 v1 v2 and v1 v2 v3: that takes four products by Winograd
@@ -240,6 +257,7 @@ def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
 
     Args:
         mixed: The sums E [out cells, 3, in cells].
+        positions_of_two: The products of a tile of two cells: 3 where the third tap is 0.
 
     Returns:
         For each tile its first output cell, how many it has, the number of its products and the sums v [4, in cells].
@@ -251,7 +269,7 @@ def cut_tiles(mixed: Matrix) -> list[tuple[int, int, int, Matrix]]:
         outs = 2 if out + 1 < len(mixed) and np.array_equal(mixed[out, 2], mixed[out + 1, 1]) else 1
         if outs == 2:
             mix[3] = mixed[out + 1, 2]
-        tiles.append((out, outs, 4 if outs == 2 else 3, mix))
+        tiles.append((out, outs, positions_of_two if outs == 2 else 3, mix))
         rest = mixed[out + 1, 0] - mixed[out, 1] if outs == 2 else np.zeros(1)
         if rest.any():
             tiles.append((out + 1, 1, 1, np.concatenate([rest[None], np.zeros((3, len(rest)))])))

@@ -79,12 +79,6 @@ def to_tensor(matrix: AxisMatrix, dtype: torch.dtype, device: torch.device) -> T
 
 
 @constant
-def find_coefficients(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weight of each tap in the coefficients of pairs of cells [coefficients, taps]."""
-    return torch.tensor(geometry.coefficients, dtype=dtype, device=device)
-
-
-@constant
 def find_taps(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the tap matrices per axis, transposed [in cells, out cells]; `None` for an identity."""
     rows, columns = (

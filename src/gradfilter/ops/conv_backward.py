@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradfilter.geometry.convolution import AxisTiles, Geometry
 from gradfilter.ops.check import Check
-from gradfilter.ops.constants import find_coefficients
 from gradfilter.ops.conv_products import (
     Gradients,
     dense_gradients,
@@ -22,6 +21,7 @@ from gradfilter.ops.conv_products import (
     lifted_gradients,
     prefers_lift,
     prefers_products,
+    prefers_unfolding,
     product_gradients,
     separable_gradients,
     single_tap_gradients,
@@ -32,7 +32,7 @@ from gradfilter.ops.native.library import is_plain
 from gradfilter.ops.norm import check_norm, finish_norm_gradients, scale_norm_gradient
 from gradfilter.ops.operator import operator
 
-FEW = 64 * 64
+FEW = 128 * 128
 """Up to so many pairs of channels, calls cost more than products."""
 LEAST_CELLS = 4
 """With fewer cells than that, the library's products would take less time than packing the weight for them."""
@@ -73,7 +73,7 @@ def run_library(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, n
         return finish_single(gx, gw, w, geometry)
     if geometry.groups == w.shape[0] and w.shape[1] == 1:
         if is_plain(w, w.shape) and pairs.can_pair(g, kept, *geometry.pairs) and is_sized(g, kept, w, geometry):
-            return paired_gradients(g, kept, w, geometry, need_gx)
+            return pairs.pair_gradients(g, kept, w, geometry, need_gx=need_gx)
     elif geometry.groups == 1 and geometry.tiles is not None and prefers_tiles(g, kept, w, geometry.tiles):
         if is_sized(g, kept, w, geometry):
             return backward.tile_gradients(g, kept, w, *geometry.tiles, need_gx=need_gx)
@@ -89,13 +89,15 @@ def is_sized(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry) -> b
 def prefers_tiles(g: Tensor, kept: Tensor | None, w: Tensor, tiles: tuple[AxisTiles, AxisTiles]) -> bool:
     """Tell whether the library's Winograd kernel is the cheapest way.
 
-    Measured on one core with AVX-512, 16 to 512 channels, batches of 1 to 32, maps of 1 to 28 cells per side. Where tiles of
-    two cells save products: 1.1 to 5 times faster than the others at batch 8 and more, and 0.96 to 2.5 times at batch 1
-    with 512 channels. Where there are no such tiles, on maps of one cell: 0.74 to 1.02 times with 256 channels and more, but
-    1.1 to 5 times with few.
+    Measured on one core, 16 to 512 channels, batches of 1 to 128, maps of 1 to 28 cells per side, with and without a stride.
+    Where tiles of two cells save products: 1.1 to 17 times faster than the others with AVX-512. Where there are no such tiles,
+    on maps of one cell: 1.1 to 11 times where the weight is not channels last, which the others copy, and 1.08 and more with
+    up to 128 channels; beyond that, 0.5 to 1.06 times with AVX2 and 0.85 to 3 times with AVX-512.
     """
     saves = any((axis.tiles["outs"] > 1).any() for axis in tiles)
-    return (saves or w.shape[0] * w.shape[1] <= FEW) and backward.can_tile(g, kept, w, *tiles)
+    few = w.shape[0] * w.shape[1] <= FEW
+    wins = saves or few or not w.is_contiguous(memory_format=torch.channels_last)
+    return wins and backward.can_tile(g, kept, w, *tiles)
 
 
 def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
@@ -106,17 +108,6 @@ def prefers_single(g: Tensor, kept: Tensor | None, w: Tensor) -> bool:
     as slow for one output channel, of which torch's are products of a matrix and a vector.
     """
     return w.shape[0] > 1 and g.numel() >= LEAST_CELLS * g.shape[1] and single.can_single(g, kept, w)
-
-
-def paired_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
-    """Return gx and gw with one kernel per channel in one pass over the pairs of cells that meet.
-
-    A pair (i, j) takes q = Σ_uv T_u[i,j] T_v[i,j] w[u,v] of the kernel, and few of these differ: gw from gq by the same sum.
-    """
-    taps = find_coefficients(geometry, g)
-    q = taps @ w.reshape(w.shape[0], -1).t() if need_gx else None
-    gx, gq = pairs.pair_gradients(g, kept, q, *geometry.pairs)
-    return gx, None if gq is None else (gq.t() @ taps).reshape(w.shape)
 
 
 def spell_conv(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:
@@ -151,7 +142,7 @@ def conv_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry
     depthwise = geometry.groups == w.shape[0] and w.shape[1] == 1
     if geometry.lifts is not None and prefers_lift(g, w, geometry, geometry.lifts, depthwise):
         return lifted_gradients(g, kept, w, geometry, geometry.lifts, need_gx)
-    if prefers_products(g, geometry):
+    if prefers_products(g, geometry) and not prefers_unfolding(g, geometry, need_gx):
         return product_gradients(g, kept, w, geometry, need_gx)
     if geometry.is_small and geometry.groups == 1:
         return dense_gradients(g, kept, w, geometry, need_gx)
@@ -279,11 +270,8 @@ def join_norm(
     """
     if 0 in g.stride():  # one number that stands for many, as behind a mean: no kernel reads that
         g = g.contiguous(memory_format=torch.channels_last)
-    back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel())
-    if back.scaled is not None:
-        gx, gw = conv(back.scaled, w)
-    else:
-        gx, gw = conv(g, (w * back.scale.to(w.dtype)[:, None, None, None]).to(g.dtype))
+    back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel(), w)
+    gx, gw = conv(g, back.folded) if back.scaled is None else conv(back.scaled, w)  # type: ignore[arg-type]
     g_gamma = gb = None
     if gw is not None:
         gw, g_gamma, gb = finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter.geometry.axes import Lift
-from gradfilter.geometry.convolution import Geometry
+from gradfilter.geometry.convolution import SMALL, Geometry
 from gradfilter.geometry.tiling import Pair, is_nhwc
 from gradfilter.ops.constants import find_joint_taps, find_taps
 from gradfilter.ops.pooling import apply_axes
@@ -111,6 +111,15 @@ def prefers_products(g: Tensor, geometry: Geometry) -> bool:
     """
     (out_h, out_w), (in_h, in_w) = geometry.out_cells, geometry.in_cells
     return geometry.groups == 1 and in_h * in_w <= out_h * out_w and g.element_size() > 2
+
+
+def prefers_unfolding(g: Tensor, geometry: Geometry, need_gx: bool) -> bool:
+    """Tell whether gw alone is cheaper from the unfolded input, in two products, than in one product per tap.
+
+    Measured on one core, 3 to 256 input channels: 1.01 to 19 times faster up to these sizes, and 0.4 to 1.6 times beyond.
+    """
+    cells = geometry.out_cells[0] * geometry.out_cells[1]
+    return not need_gx and geometry.groups == 1 and geometry.is_small and (cells <= 16 or len(g) * cells <= SMALL)
 
 
 def product_gradients(g: Tensor, kept: Tensor | None, w: Tensor, geometry: Geometry, need_gx: bool) -> Gradients:

@@ -154,20 +154,24 @@ def norm_train_gradients(
     return NormGradients(gx, along.sum(0) if need_gamma else None, total.sum(0) if need_beta else None)
 
 
-def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool) -> ScaledGradient:
+def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool, w: Tensor | None = None) -> ScaledGradient:
     """Return the first half of the backward of a batch norm in eval mode behind a convolution: what of it needs G alone.
 
-    Equation: scale = γ/σ, total = Σ G over all but the channels, scaled = G·γ/σ.
-    Cost: one pass over G.
+    Equation: scale = γ/σ, total = Σ G over all but the channels, and either scaled = G·γ/σ or folded = w·γ/σ.
+    Cost: one pass over G, and one over a kernel that is folded.
 
     Args:
         g: The gradient of the norm's result [N, C, H', W'].
         norm: The norm.
         scales: Whether `scaled`, the gradient of the convolution's result, is requested. It is `None` all the same where a
             factor γ is 0: the gradient of γ is a quotient by γ then. Telling that reads values, so it is done on a CPU alone.
+        w: The kernel; where it is given and the gradient is not scaled, the result has it `folded`, in the gradient's dtype.
     """
-    found = run_kernel(affine.scale_norm_gradient, (g, norm, scales))
-    return scale_in_torch(g, norm, scales) if found is None else found
+    found = run_kernel(affine.scale_norm_gradient, (g, norm, scales, w))
+    found = scale_in_torch(g, norm, scales) if found is None else found
+    if w is None or found.scaled is not None or found.folded is not None:
+        return found
+    return found._replace(folded=(w * found.scale.to(w.dtype)[:, None, None, None]).to(g.dtype))
 
 
 def has_factors(gamma: Tensor | None) -> bool:

@@ -33,7 +33,7 @@ class Padded(NamedTuple):
         return is_live(self.x) and self.x.seen_version == self.version
 
 
-@rule(F.pad, torch._C._nn.pad, any_layout=True)  # the latter is what Dynamo records
+@rule(F.pad, torch._C._nn.pad, any_layout=True)  # type: ignore[attr-defined]  (the latter is what Dynamo records)
 def pad(func: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Pad or crop any axes.
 

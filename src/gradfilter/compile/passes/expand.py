@@ -33,7 +33,7 @@ def is_expansion(node: Node) -> bool:
     """Tell whether a convolution widens a map of one-pixel windows, which one call with a depthwise one behind it pays for."""
     x, w, _, stride, padding, dilation, groups = node.args[:7]
     shape, weight = x.meta["val"].shape, w.meta["val"].shape  # type: ignore[union-attr]
-    plain = list(stride) == list(dilation) == [1, 1] and list(padding) == [0, 0] and groups == 1  # type: ignore[arg-type]
+    plain: bool = list(stride) == list(dilation) == [1, 1] and list(padding) == [0, 0] and groups == 1  # type: ignore[arg-type]
     residual = node.args[12] if len(node.args) > 12 else None
     return plain and weight[2:] == (1, 1) and residual is None and native.prefers_expand(tuple(shape), tuple(weight))
 

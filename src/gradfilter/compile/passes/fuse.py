@@ -15,7 +15,7 @@ from gradfilter.ops import CLAMP, HARDSWISH, IDENTITY, LEAKY, SILU, Act, native
 from gradfilter.ops.native.conv import find_fitting
 
 aten, own = torch.ops.aten, torch.ops.gradfilter
-NORMS = {
+NORMS: dict[Any, tuple[int | None, int]] = {
     aten.native_batch_norm.default: (5, 7),
     aten._native_batch_norm_legit.default: (5, 7),
     aten._native_batch_norm_legit_no_training.default: (None, 6),
@@ -67,6 +67,19 @@ def fuse_passes(graph: Graph) -> None:
                     replace_pass(graph, found)
 
 
+def lower_sums(graph: Graph) -> None:
+    """Let sums of two maps, as where residual branches meet, be tasks of the library: a row of tasks goes on over them."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        x = node.args[0]
+        if isinstance(x, Node) and is_map(x) and is_residual(node, x):
+            with graph.inserting_before(node):
+                new = graph.call_function(own.norm_act.default, (x, None, None, list(IDENTITY), [1, 1], node.args[1]))
+                y = graph.call_function(operator.getitem, (new, 0))
+            y.meta = dict(node.meta)
+            node.replace_all_uses_with(y)
+            graph.erase_node(node)
+
+
 def is_map(node: Node) -> bool:
     """Tell whether a node is a map [N, C, H, W] in single precision."""
     value = node.meta.get("val")
@@ -102,20 +115,21 @@ def find_pass(start: Node) -> Pass | None:
         last = given[0]
     sums = [user for user in last.users if is_residual(user, last)]
     if sums and (len(last.users) == 1 or last is start):
-        residual = next(arg for arg in sums[0].args if arg is not last)
+        residual = next(arg for arg in sums[0].all_input_nodes if arg is not last)
         last = sums[0]
     steps = [user for user in last.users if is_step(user)]
     if steps and (len(last.users) == 1 or last is start):
         step = steps[0]
-        if step.target is own.norm_act.default:
-            act, patch = to_act(step.args[3]), tuple(step.args[4])
+        target: Any = step.target
+        if target is own.norm_act.default:
+            act, patch = to_act(step.args[3]), to_pair(step.args[4])
             parts = {user.args[1]: user for user in step.users}
             last, mean, slope = parts[0], parts.get(1), parts.get(2)
         else:
-            act, last = ACTS[step.target](*step.args[1:]), step
+            act, last = ACTS[target](*step.args[1:]), step
     if mean is None and slope is None:
         mean = next((user for user in last.users if is_pooled(user, last)), None)
-        patch = (1, 1) if mean is None else tuple(mean.args[1])  # type: ignore[arg-type]
+        patch = (1, 1) if mean is None else to_pair(mean.args[1])
     if is_convolution(start):
         is_worth = last is not start or find_kernel(start) is not None
     else:  # torch adds as fast, and means alone are a pass anyway
@@ -149,8 +163,16 @@ def is_step(node: Node) -> bool:
 
 def is_pooled(node: Node, x: Node) -> bool:
     """Tell whether a node has the patch means of x."""
-    plain = node.target is own.pool_mean.default and node.args[0] is x and tuple(node.args[1]) != (1, 1)  # type: ignore[arg-type]
-    return plain and list(node.args[2]) == list(MAP.numbers)  # type: ignore[arg-type]
+    if node.target is not own.pool_mean.default or node.args[0] is not x:
+        return False
+    layout: Any = node.args[2]
+    return to_pair(node.args[1]) != (1, 1) and tuple(layout) == MAP.numbers
+
+
+def to_pair(numbers: Any) -> Pair:
+    """Return the pair that a graph has as a list of numbers."""
+    h, w = numbers
+    return h, w
 
 
 def to_act(numbers: Any) -> Act:
@@ -168,7 +190,8 @@ def replace_pass(graph: Graph, found: Pass) -> None:
         scale = shift = None
         if found.norm is not None:
             gamma, beta, mean, var = found.norm.args[1:5]
-            eps = found.norm.args[NORMS[found.norm.target][1]]
+            target: Any = found.norm.target
+            eps = found.norm.args[NORMS[target][1]]
             folded = graph.call_function(own.fold_norm.default, (gamma, beta, mean, var, eps))
             scale, shift = (graph.call_function(operator.getitem, (folded, i)) for i in (0, 1))
         ending = scale, shift, list(found.act), list(found.patch), found.residual
@@ -195,12 +218,13 @@ def replace_pass(graph: Graph, found: Pass) -> None:
 
 def find_kernel(conv: Node) -> tuple[Any, ...] | None:
     """Return stride, padding, dilation, groups and size of a convolution for which the library's kernel is the fastest way."""
-    x, w, _, stride, padding, dilation, transposed, _, groups = conv.args
-    x_val, w_val, y_val = (node.meta["val"] for node in (x, w, conv))  # type: ignore[union-attr]
-    if transposed or x_val.dim() != 4 or len(padding) != 2 or x_val.dtype is not torch.float32:
+    args: Any = conv.args
+    x, w, _, stride, padding, dilation, transposed, _, groups = args
+    x_shape, w_shape, size = (tuple(node.meta["val"].shape) for node in (x, w, conv))
+    if transposed or len(x_shape) != 4 or x.meta["val"].dtype is not torch.float32:
         return None
-    stride, padding, dilation, size = tuple(stride), tuple(padding), tuple(dilation), tuple(y_val.shape[2:])
-    kernel = find_fitting(tuple(x_val.shape), tuple(w_val.shape), stride, padding, dilation, groups, size)
-    if kernel is None or not native.prefers(kernel, tuple(w_val.shape), stride, size):
+    pairs = to_pair(stride), to_pair(padding), to_pair(dilation)
+    kernel = find_fitting(x_shape, w_shape, *pairs, groups, size[2:])  # type: ignore[arg-type]
+    if kernel is None or not native.prefers(kernel, w_shape, pairs[0], size[2:]):  # type: ignore[arg-type]
         return None
-    return list(stride), list(padding), list(dilation), groups, list(size)
+    return *map(list, pairs), groups, list(size[2:])

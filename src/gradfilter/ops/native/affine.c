@@ -27,18 +27,30 @@ void GF_LEVEL(gf_norm_back_block)(const gf_norm_back *t, int64_t unit) {
     for (int64_t i = 0; i < width; i++) {
         t->scale[first + i] = scale[i];
         t->total[first + i] = (float)total[i];
+        if (!t->folded) continue;
+        const float *weight = t->weight + (first + i) * t->k;
+        float *folded = t->folded + (first + i) * t->k;
+        for (int64_t j = 0; j < t->k; j++) folded[j] = weight[j] * scale[i];
     }
 }
 
+/* Copy the gradients of a channel's weights to where and as the weights' own memory has them. */
+static void copy_channel(const gf_norm_end *t, const float *from, float *to) {
+    for (int64_t i = 0; i < t->outer; i++, from += t->outer_step, to += t->inner)
+        for (int64_t j = 0; j < t->inner; j++) to[j] = from[j * t->inner_step];
+}
+
 void GF_LEVEL(gf_norm_end_channel)(const gf_norm_end *t, int64_t channel) {
-    const float *weight = t->weight + channel * t->k;
-    float *gw = t->gw + channel * t->k;
+    const int64_t count = t->outer * t->inner;
+    const float *weight = t->weight + channel * count;
+    float *gw = t->out + channel * count;
+    if (t->gw != t->out) copy_channel(t, t->gw + channel * t->channel_step, gw);
     const float scale = t->scale[channel];
     const double inverse = 1 / sqrt((double)t->var[channel] + t->eps), total = t->total[channel];
     double along = 0;
     if (t->g_gamma) {
-        for (int64_t from = 0; from < t->k; from += RUN * GF_LANES) {
-            const int64_t end = gf_least(t->k, from + RUN * GF_LANES);
+        for (int64_t from = 0; from < count; from += RUN * GF_LANES) {
+            const int64_t end = gf_least(count, from + RUN * GF_LANES);
             float lanes[GF_LANES] = {0};
             int64_t i = from;
             for (; i + GF_LANES <= end; i += GF_LANES)
@@ -52,5 +64,5 @@ void GF_LEVEL(gf_norm_end_channel)(const gf_norm_end *t, int64_t channel) {
     }
     if (t->g_bias) t->g_bias[channel] = (float)(total * scale);
     if (!t->is_scaled)
-        for (int64_t i = 0; i < t->k; i++) gw[i] *= scale;
+        for (int64_t i = 0; i < count; i++) gw[i] *= scale;
 }

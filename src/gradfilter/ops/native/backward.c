@@ -4,7 +4,8 @@
  * gw = Gt [sum over tiles of (A g At) * (Bt x B)] G: 16 products instead of 36 for each of the two, and A g At serves
  * both. Lifting the kernel is part of G, and partial patches are of B, tile by tile.
  *
- * A tile of one cell along an axis has no use for the last position along it, or for all but the first: so in a round,
+ * A tile of one cell along an axis has no use for the last position along it, or for all but the first, and where the kernel's
+ * third tap is 0, as behind a stride, no tile has products at the last one. So in a round,
  * tiles stand in such an order that those which need a position are a range.
  *
  * Tiles run in rounds of as many as stay in the caches: they are transformed, then multiplied, gx by panels of its
@@ -235,19 +236,50 @@ static void run_transforms(const void *argument, int64_t unit, void *scratch) {
     }
 }
 
+/* Load the nine taps of a kernel for a vector of channels, of which each has its taps side by side. */
+GF_INLINE void load_taps(const float *from, gf_vec taps[9]) {
+    float lanes[9][GF_LANES];
+#pragma GCC unroll 16
+    for (int l = 0; l < GF_LANES; l++)
+#pragma GCC unroll 9
+        for (int k = 0; k < 9; k++) lanes[k][l] = from[l * 9 + k];
+#pragma GCC unroll 9
+    for (int k = 0; k < 9; k++) taps[k] = gf_load(lanes[k]);
+}
+
+/* Store nine taps so. */
+GF_INLINE void store_taps(float *to, const gf_vec taps[9]) {
+    float lanes[9][GF_LANES];
+#pragma GCC unroll 9
+    for (int k = 0; k < 9; k++) gf_store(lanes[k], taps[k]);
+#pragma GCC unroll 16
+    for (int l = 0; l < GF_LANES; l++)
+#pragma GCC unroll 9
+        for (int k = 0; k < 9; k++) to[l * 9 + k] = lanes[k][l];
+}
+
 /* Lift and transform the kernels of a panel of gx's channels. */
 static void pack_panel(const plan *p, int64_t start, int64_t width, float *to) {
     const gf_backward *t = p->task;
     const float(*rows)[3] = t->rows.taps, (*columns)[3] = t->columns.taps;
     for (int64_t o = 0; o < t->co; o++)
         for (int64_t j = 0; j < width; j++, to += GF_LANES) {
-            const float *from = t->w + o * 9 * t->ci + (start + j) * GF_LANES;
-            for (int64_t k = 0; k < 9; k++) fetch(from + (AHEAD * 9 + k) * t->ci, GF_LANES);
-            gf_vec half[4][3];
+            const int64_t first = (start + j) * GF_LANES;
+            const float *from = t->w + o * 9 * t->ci + first * (t->last ? 1 : 9);
+            gf_vec taps[9], half[4][3];
+            if (t->last) {
+#pragma GCC unroll 9
+                for (int k = 0; k < 9; k++) {
+                    fetch(from + (AHEAD * 9 + k) * t->ci, GF_LANES);
+                    taps[k] = gf_load(from + k * t->ci);
+                }
+            } else {
+                fetch(from + AHEAD * 9 * t->ci, 9 * GF_LANES);
+                load_taps(from, taps);
+            }
 #pragma GCC unroll 3
             for (int v = 0; v < 3; v++) {
-                const gf_vec a = gf_load(from + v * t->ci), b = gf_load(from + (3 + v) * t->ci);
-                const gf_vec c = gf_load(from + (6 + v) * t->ci);
+                const gf_vec a = taps[v], b = taps[3 + v], c = taps[6 + v];
 #pragma GCC unroll 4
                 for (int u = 0; u < 4; u++) half[u][v] = rows[u][0] * a + rows[u][1] * b + rows[u][2] * c;
             }
@@ -309,9 +341,9 @@ static void finish_block(const plan *p, int64_t block, const float *sums) {
     const float(*rows)[3] = t->rows.taps, (*columns)[3] = t->columns.taps;
     for (int64_t o = 0; o < BLOCK; o++)
         for (int64_t c = 0; c < t->ci; c += GF_LANES) {
-            float *to = t->gw + (block * BLOCK + o) * 9 * t->ci + c;
+            float *to = t->gw + (block * BLOCK + o) * 9 * t->ci + c * (t->last ? 1 : 9);
             square d;
-            gf_vec half[3][4];
+            gf_vec half[3][4], taps[9];
             load_positions(sums + o * t->ci + c, BLOCK * t->ci, d, ALL);
 #pragma GCC unroll 3
             for (int u = 0; u < 3; u++)
@@ -322,8 +354,13 @@ static void finish_block(const plan *p, int64_t block, const float *sums) {
             for (int u = 0; u < 3; u++)
 #pragma GCC unroll 3
                 for (int v = 0; v < 3; v++)
-                    gf_store(to + (3 * u + v) * t->ci, columns[0][v] * half[u][0] + columns[1][v] * half[u][1] +
-                                                           columns[2][v] * half[u][2] + columns[3][v] * half[u][3]);
+                    taps[3 * u + v] = columns[0][v] * half[u][0] + columns[1][v] * half[u][1] +
+                                      columns[2][v] * half[u][2] + columns[3][v] * half[u][3];
+            if (!t->last)
+                store_taps(to, taps);
+            else
+#pragma GCC unroll 9
+                for (int k = 0; k < 9; k++) gf_store(to + k * t->ci, taps[k]);
         }
 }
 

@@ -6,7 +6,8 @@
 
 /* Along one axis, a tile is one or two cells of the output and the four numbers that they are correlated with: `mix`
  * times four cells of the input. It is the identity where all of these are whole patches inside the map. Two cells take
- * products at all four positions, one takes the first three, and one with the first number alone the first. */
+ * products at all four positions, or at the first three where the third tap is 0; one cell takes the first three, and one
+ * with the first number alone the first. */
 typedef float gf_mix[4][4], gf_taps[4][3];
 #define GF_AXIS_TILE_FIELDS(F)                                                                                  \
     F(int32_t, out) F(int32_t, outs) /* its first output cell, and how many it has */                           \
@@ -30,9 +31,10 @@ GF_STRUCT(gf_tile_axis, GF_TILE_AXIS_FIELDS);
     F(int64_t, co) F(int64_t, ci)  /* channels: multiples of GF_CHANNELS */                         \
     F(const float *, g)            /* [N, out cells, co] */                                         \
     F(const float *, x)            /* [N, in cells, ci], or NULL with gw */                         \
-    F(const float *, w)            /* [co, 3, 3, ci], or NULL with gx */                            \
+    F(const float *, w)            /* [co, 3, 3, ci] or [co, ci, 3, 3], or NULL with gx */          \
+    F(int64_t, last)               /* whether channels are the last axis of w and gw */             \
     F(float *, gx)                 /* [N, in cells, ci], or NULL */                                 \
-    F(float *, gw)                 /* [co, 3, 3, ci], or NULL */
+    F(float *, gw)                 /* as w, or NULL */
 GF_STRUCT(gf_backward, GF_BACKWARD_FIELDS);
 
 /* Run a whole task. Returns 0, or -1 where there was no memory. */

@@ -11,7 +11,9 @@ from gradfilter.ops.native.memory import empty
 from gradfilter.ops.native.task import FLOAT, INT64, POINTER, Record, Task
 
 _AXIS = Record("tile_axis", (POINTER, "tiles"), (INT64, "count in out"), (f"{FLOAT}[4][3]", "taps"))
-_TASK = Task(Record("backward", (_AXIS, "rows columns"), (INT64, "n co ci"), (POINTER, "g x w gx gw")))
+_TASK = Task(
+    Record("backward", (_AXIS, "rows columns"), (INT64, "n co ci"), (POINTER, "g x w"), (INT64, "last"), (POINTER, "gx gw"))
+)
 Record.from_dtype("axis_tile", TILE)
 
 
@@ -25,7 +27,9 @@ def can_tile(g: Tensor, x: Tensor | None, w: Tensor, rows: AxisTiles, columns: A
 def tile_gradients(
     g: Tensor, x: Tensor | None, w: Tensor, rows: AxisTiles, columns: AxisTiles, *, need_gx: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return gx [N, Ci, H', W'] and gw [Co, Ci, 3, 3], both channels last, of the convolution that the tiles describe.
+    """Return the gradients of the convolution that the tiles describe.
+
+    They are gx [N, Ci, H', W'], channels last, and gw [Co, Ci, 3, 3], in the memory order of the weight.
 
     Args:
         g: The gradient of the output [N, Co, H', W']: one that `can_tile`.
@@ -38,10 +42,13 @@ def tile_gradients(
     (co, ci), layout = w.shape[:2], torch.channels_last
     g = g.contiguous(memory_format=layout)
     x = None if x is None else x.contiguous(memory_format=layout)
-    kernel = w.detach().permute(0, 2, 3, 1).contiguous() if need_gx else None
+    order = layout if w.is_contiguous(memory_format=layout) else torch.contiguous_format
+    kernel = w.detach().contiguous(memory_format=order) if need_gx else None
     gx = empty((g.shape[0], ci, rows.cells[0], columns.cells[0]), torch.float32, layout) if need_gx else None
-    gw = None if x is None else empty((co, 3, 3, ci))
+    gw = None if x is None else empty((co, ci, 3, 3), torch.float32, order)
     tensors = (g, x, kernel, gx, gw)
-    pointers = (0 if v is None else v.data_ptr() for v in tensors)
-    call(_TASK, _TASK.pack(*rows.fields, *columns.fields, g.shape[0], co, ci, *pointers), *tensors)
-    return gx, None if gw is None else gw.permute(0, 3, 1, 2)
+    g_at, x_at, w_at, gx_at, gw_at = (0 if v is None else v.data_ptr() for v in tensors)
+    last = order is layout
+    task = _TASK.pack(*rows.fields, *columns.fields, g.shape[0], co, ci, g_at, x_at, w_at, last, gx_at, gw_at)
+    call(_TASK, task, *tensors)
+    return gx, gw

@@ -93,28 +93,34 @@ GF_STRUCT(gf_slope, GF_SLOPE_FIELDS);
 typedef void gf_slope_unit(const gf_slope *task, int64_t row);
 
 /* The backward of a batch norm with fixed statistics, before the convolution in front of it: scale = gamma / sigma,
- * total = the sum of g over all rows, scaled = g * scale. */
+ * total = the sum of g over all rows, and either scaled = g * scale or folded = weight * scale. */
 #define GF_NORM_BACK_FIELDS(F)                                                                      \
     F(int64_t, rows) F(int64_t, c)                                                                  \
+    F(int64_t, k)                  /* weights of a channel */                                       \
     F(double, eps)                                                                                  \
     F(const float *, g)            /* [rows, C] */                                                  \
     F(const float *, gamma)        /* [C], or NULL for 1 */                                         \
     F(const float *, var)          /* [C] */                                                        \
     F(float *, scale) F(float *, total) /* [C] */                                                   \
-    F(float *, scaled)             /* [rows, C], or NULL */
+    F(float *, scaled)             /* [rows, C], or NULL */                                         \
+    F(const float *, weight)       /* [C, k], or NULL with folded */                                \
+    F(float *, folded)             /* [C, k], or NULL */
 GF_STRUCT(gf_norm_back, GF_NORM_BACK_FIELDS);
 
 /* The same behind that convolution, where its weight has the gradient gw: of scaled g, or else it becomes gw * scale here.
- * With gv = gw / scale, g_gamma = (<gv, weight> + (bias - mean) * total) / sigma and g_bias = total * scale. */
+ * Weights of a channel are [outer, inner] in memory, and `out` is like the weight; gw may have them in another order, or one
+ * number for many. With gv = gw / scale, g_gamma = (<gv, weight> + (bias - mean) * total) / sigma and g_bias = total * scale. */
 #define GF_NORM_END_FIELDS(F)                                                                              \
-    F(int64_t, c) F(int64_t, k)    /* output channels, and weights of each */                              \
+    F(int64_t, c) F(int64_t, outer) F(int64_t, inner) /* output channels, and weights of each */           \
+    F(int64_t, channel_step) F(int64_t, outer_step) F(int64_t, inner_step) /* of gw, in floats */          \
     F(double, eps)                                                                                         \
     F(int64_t, is_scaled)                                                                                  \
-    F(const float *, weight)       /* [C, k] */                                                            \
+    F(const float *, weight)       /* [C, outer, inner] */                                                 \
     F(const float *, bias)         /* [C], or NULL for 0 */                                                \
     F(const float *, mean) F(const float *, var) F(const float *, scale) F(const float *, total) /* [C] */ \
-    F(float *, gw)                 /* [C, k], in the order of the weight */                                \
-    F(float *, g_gamma) F(float *, g_bias) /* [C], or NULL */
+    F(const float *, gw)                                                                                   \
+    F(float *, g_gamma) F(float *, g_bias) /* [C], or NULL */                                              \
+    F(float *, out)                /* [C, outer, inner]; gw itself where that is in the same order */
 GF_STRUCT(gf_norm_end, GF_NORM_END_FIELDS);
 
 /* Channels of a unit of the first, all rows of them; the second has one unit per channel. */

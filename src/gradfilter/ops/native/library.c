@@ -103,12 +103,12 @@ int gf_norm_back_map(const gf_norm_back *given, int threads) {
     int zero = 0;
     for (int64_t i = 0; task.scaled && task.gamma && i < task.c; i++) zero |= task.gamma[i] == 0;
     if (zero) task.scaled = NULL;
-    threads = gf_useful_threads(threads, task.rows * task.c);
+    threads = gf_useful_threads(threads, task.rows * task.c + (task.folded ? task.k * task.c : 0));
     return gf_parallel(run_norm_back, &task, gf_ceil_div(task.c, GF_NORM_BLOCK), threads, 0) < 0 ? -1 : zero;
 }
 
 int gf_norm_end_map(const gf_norm_end *task, int threads) {
-    return gf_parallel(run_norm_end, task, task->c, gf_useful_threads(threads, task->c * task->k), 0);
+    return gf_parallel(run_norm_end, task, task->c, gf_useful_threads(threads, task->c * task->outer * task->inner), 0);
 }
 
 int gf_fold_map(const gf_fold *t, int threads) {

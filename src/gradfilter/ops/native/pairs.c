@@ -16,7 +16,7 @@ typedef struct {
     const gf_pairs *task;
     int64_t blocks, parts; /* of channels, and of images */
     int64_t coefficients;
-    float *gq; /* of each part of the images [parts, coefficients, C] */
+    float *gw; /* of each part of the images [parts, C, taps] */
 } plan;
 
 /* What a unit works on: `channels` of them from `first` on, and its own q and gq [coefficients, pitch]. */
@@ -92,6 +92,38 @@ GF_INLINE void run_image(const gf_pairs *t, const part *p, const float *g, const
     }
 }
 
+/* q = mix w of some channels; `turned` has room for the weights as [tap, pitch]. */
+static void mix_weights(const plan *all, const part *p, float *turned) {
+    const gf_pairs *t = all->task;
+    for (int64_t tap = 0; tap < t->taps; tap++)
+        for (int64_t v = 0; v < p->vectors; v++) {
+            const float *from = t->w + (p->first + gf_vec_start(v, p->channels)) * t->taps + tap;
+            for (int64_t l = 0; l < GF_LANES; l++) turned[tap * p->pitch + v * GF_LANES + l] = from[l * t->taps];
+        }
+    for (int64_t k = 0; k < all->coefficients; k++) {
+        const float *mix = t->mix + k * t->taps;
+        for (int64_t v = 0; v < p->pitch; v += GF_LANES) {
+            gf_vec sum = {0};
+            for (int64_t tap = 0; tap < t->taps; tap++) sum += mix[tap] * gf_load(turned + tap * p->pitch + v);
+            gf_store(p->q + k * p->pitch + v, sum);
+        }
+    }
+}
+
+/* gw = mix transposed times gq of some channels, [channel, tap]. */
+static void mix_back(const plan *all, const part *p, float *gw) {
+    const gf_pairs *t = all->task;
+    for (int64_t v = 0; v < p->vectors; v++) {
+        float *to = gw + gf_vec_start(v, p->channels) * t->taps;
+        for (int64_t tap = 0; tap < t->taps; tap++) {
+            gf_vec sum = {0};
+            for (int64_t k = 0; k < all->coefficients; k++)
+                sum += t->mix[k * t->taps + tap] * gf_load(p->gq + k * p->pitch + v * GF_LANES);
+            for (int64_t l = 0; l < GF_LANES; l++) to[l * t->taps + tap] = sum[l];
+        }
+    }
+}
+
 static void run_unit(const void *argument, int64_t unit, void *scratch) {
     const plan *all = argument;
     const gf_pairs *t = all->task;
@@ -101,14 +133,10 @@ static void run_unit(const void *argument, int64_t unit, void *scratch) {
     p.vectors = gf_ceil_div(p.channels, GF_LANES);
     p.pitch = p.vectors * GF_LANES;
     p.gq = p.q + all->coefficients * p.pitch;
-    for (int64_t k = 0; k < all->coefficients; k++)
-        for (int64_t v = 0; v < p.vectors; v++) {
-            const int64_t own = k * p.pitch + v * GF_LANES;
-            if (t->gx) gf_store(p.q + own, gf_load(t->q + k * t->c + p.first + gf_vec_start(v, p.channels)));
-            gf_store(p.gq + own, (gf_vec){0});
-        }
+    if (t->gx) mix_weights(all, &p, p.gq + all->coefficients * p.pitch);
+    if (t->gw) memset(p.gq, 0, (size_t)(all->coefficients * p.pitch) * sizeof(float));
     for (int64_t image = piece * t->n / all->parts; image < (piece + 1) * t->n / all->parts; image++) {
-        const float *g = t->g + image * out, *x = t->gq ? t->x + image * in : NULL;
+        const float *g = t->g + image * out, *x = t->gw ? t->x + image * in : NULL;
         float *gx = t->gx ? t->gx + image * in : NULL;
         if (gx && x)
             run_image(t, &p, g, x, gx, 1, 1);
@@ -117,32 +145,28 @@ static void run_unit(const void *argument, int64_t unit, void *scratch) {
         else
             run_image(t, &p, g, x, gx, 0, 1);
     }
-    if (!t->gq) return;
-    float *gq = all->gq + piece * all->coefficients * t->c + p.first;
-    for (int64_t k = 0; k < all->coefficients; k++)
-        for (int64_t v = 0; v < p.vectors; v++)
-            gf_store(gq + k * t->c + gf_vec_start(v, p.channels), gf_load(p.gq + k * p.pitch + v * GF_LANES));
+    if (t->gw) mix_back(all, &p, all->gw + (piece * t->c + p.first) * t->taps);
 }
 
 /* Add up what the parts of the images have. */
 static void sum_parts(const plan *p) {
-    const int64_t count = p->coefficients * p->task->c;
-    memcpy(p->task->gq, p->gq, (size_t)count * sizeof(float));
+    const int64_t count = p->task->c * p->task->taps;
+    memcpy(p->task->gw, p->gw, (size_t)count * sizeof(float));
     for (int64_t piece = 1; piece < p->parts; piece++)
-        for (int64_t i = 0; i < count; i++) p->task->gq[i] += p->gq[piece * count + i];
+        for (int64_t i = 0; i < count; i++) p->task->gw[i] += p->gw[piece * count + i];
 }
 
 int GF_LEVEL(gf_pairs)(const gf_pairs *t, int threads) {
-    plan p = {.task = t, .blocks = gf_most(1, t->c / BLOCK), .parts = 1, .gq = t->gq};
+    plan p = {.task = t, .blocks = gf_most(1, t->c / BLOCK), .parts = 1, .gw = t->gw};
     void *owner = NULL;
     p.coefficients = t->rows.coefficients * t->columns.coefficients;
     p.parts = gf_most(1, gf_least(t->n, MANY_UNITS / p.blocks));
-    if (t->gq && p.parts > 1) p.gq = gf_take_memory(gf_float_bytes(p.parts * p.coefficients * t->c), &owner);
-    if (t->gq && !p.gq) return -1;
-    const size_t scratch = gf_float_bytes(2 * p.coefficients * 2 * BLOCK);
+    if (t->gw && p.parts > 1) p.gw = gf_take_memory(gf_float_bytes(p.parts * t->c * t->taps), &owner);
+    if (t->gw && !p.gw) return -1;
+    const size_t scratch = gf_float_bytes((2 * p.coefficients + t->taps) * 2 * BLOCK);
     const int failed = gf_parallel(run_unit, &p, p.blocks * p.parts, threads, scratch);
-    if (p.gq == t->gq) return failed;
+    if (p.gw == t->gw) return failed;
     if (!failed) sum_parts(&p);
-    gf_give_memory(p.gq, owner);
+    gf_give_memory(p.gw, owner);
     return failed;
 }

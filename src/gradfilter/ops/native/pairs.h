@@ -13,16 +13,18 @@
     F(int64_t, coefficients)
 GF_STRUCT(gf_pair_axis, GF_PAIR_AXIS_FIELDS);
 
-/* With q the coefficient of both axes' pairs,
- *   gx[j] = sum over the pairs (i, k) of j of g[i] * q[k],    gq[k] = sum over images and pairs (i, j, k) of g[i] * x[j]. */
+/* With q = mix w the coefficients of both axes' pairs,
+ *   gx[j] = sum over the pairs (i, k) of j of g[i] * q[k],    gq[k] = sum over images and pairs (i, j, k) of g[i] * x[j],
+ * and gw = mix transposed times gq. */
 #define GF_PAIRS_FIELDS(F)                                                                          \
     F(gf_pair_axis, rows) F(gf_pair_axis, columns)                                                  \
-    F(int64_t, n) F(int64_t, c)                                                                     \
+    F(int64_t, n) F(int64_t, c) F(int64_t, taps)                                                    \
+    F(const float *, mix)          /* [coefficients of rows, of columns, taps] */                   \
     F(const float *, g)            /* [N, out cells, C] */                                          \
-    F(const float *, x)            /* [N, in cells, C], or NULL with gq */                          \
-    F(const float *, q)            /* [coefficients of rows, of columns, C], or NULL with gx */     \
+    F(const float *, x)            /* [N, in cells, C], or NULL with gw */                          \
+    F(const float *, w)            /* [C, taps], or NULL with gx */                                 \
     F(float *, gx)                 /* [N, in cells, C], or NULL */                                  \
-    F(float *, gq)                 /* [coefficients of rows, of columns, C], or NULL */
+    F(float *, gw)                 /* [C, taps], or NULL */
 GF_STRUCT(gf_pairs, GF_PAIRS_FIELDS);
 
 /* Run a whole task on 16 channels at least, the widest vector of any level. Returns 0, or -1 where there was no memory. */
