@@ -122,8 +122,8 @@ def trace_as(
             if "Multiple dispatch" not in str(error):
                 raise
             raise NotCompilableError(
-                "the model reads or changes an activation past torch's functions, by .data or through a view, where no graph can "
-                "tell its gradient. Use detach() for .data, and functions that return a new tensor."
+                "an activation is read past torch's functions, by .data, or changed through a view: no graph can tell its "
+                "gradient. Use detach() for .data, and functions that return a new tensor."
             ) from error
     count = len(find_results(graph)) - (len(trained) if differentiable else 0)
     return Joint(graph, [x.detach() for x in copies], count, differentiable, trained)

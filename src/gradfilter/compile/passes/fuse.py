@@ -183,8 +183,9 @@ def to_act(numbers: Any) -> Act:
 def replace_pass(graph: Graph, found: Pass) -> None:
     """Put one `norm_act`, or a convolution that ends in it, in the place of what it computes."""
     start, last = found.start, found.last
-    with graph.inserting_after(last):
-        anchor = graph.call_function(operator.getitem, (last, 0))  # where new nodes go
+    # Means and slopes may be read before the map itself is.
+    with graph.inserting_after(last.args[0] if last.target is operator.getitem else last):  # type: ignore[arg-type]
+        anchor = graph.call_function(operator.getitem, (start, 0))  # where new nodes go
     with graph.inserting_before(anchor):
         scale = shift = None
         if found.norm is not None:
