@@ -94,8 +94,11 @@ def finish_norm_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return the gradients of kernel, in the kernel's memory order, of factors γ and bias; gw may be changed."""
     _, mu, var, eps = norm
-    rows, layout, tap = (back.scale, back.total, b, mu, var), _find_layout(w), _find_tap_step(gw)
-    if layout is None or tap is None or not (is_plain(gw, w.shape) and are_rows(w.shape[0], *rows) and _are_readable(*rows)):
+    rows, layout = (back.scale, back.total, b, mu, var), _find_layout(w)
+    if layout is None or not (is_plain(gw, w.shape) and are_rows(w.shape[0], *rows) and _are_readable(*rows)):
+        return None
+    tap = _find_tap_step(gw)
+    if tap is None:
         return None
     channels, inputs, kh, kw = w.shape
     sizes, steps = [inputs, kh * kw], [gw.stride(1), tap]

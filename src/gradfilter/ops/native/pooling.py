@@ -62,9 +62,9 @@ def unpool(x_bar: Tensor, patch: Pair, size: Pair, layout: Layout = MAP) -> Tens
 
 
 def can_scale(g: Tensor, count: Tensor) -> bool:
-    """Tell whether the library multiplies a gradient with slopes: float32 cells, and their counts in the same memory order."""
+    """Tell whether the library multiplies a gradient with slopes: dense float32 cells, and their counts."""
     plain = is_readable(g) and g.dtype is torch.float32 and count.dtype in COUNTS and is_plain(count, g.shape, count.dtype)
-    return plain and count.is_contiguous(memory_format=memory_format(g))
+    return plain and (count.is_contiguous() or count.is_contiguous(memory_format=torch.channels_last))
 
 
 def scale_by_counts(
@@ -77,6 +77,7 @@ def scale_by_counts(
         return None
     if g.shape[2:] != count_cells(size, patch):
         return None
+    g = g.contiguous(memory_format=memory_format(count))
     gx = torch.empty_like(g)
     kind = (not g.is_contiguous(), DTYPES[g.dtype])
     pointers = g.data_ptr(), count.data_ptr(), gx.data_ptr()
