@@ -26,7 +26,7 @@ from gradfilter.ops.conv_products import (
     separable_gradients,
     single_tap_gradients,
 )
-from gradfilter.ops.native import backward, pairs, single
+from gradfilter.ops.native import affine, backward, pairs, single
 from gradfilter.ops.native.affine import FixedNorm
 from gradfilter.ops.native.library import is_plain
 from gradfilter.ops.norm import check_norm, finish_norm_gradients, scale_norm_gradient
@@ -198,7 +198,36 @@ def spell_conv_norm(
     return join_norm(lambda g, w: conv_gradients(g, w=w, **where), g, w, b, norm, need_gb, need_gamma, may_scale=False)
 
 
-@operator(check=check_conv_norm, spelled=spell_conv_norm)
+def run_folded(
+    g: Tensor,
+    kept: Tensor | None,
+    w: Tensor,
+    b: Tensor | None,
+    norm: FixedNorm,
+    geometry: Geometry,
+    need_gx: bool,
+    need_gb: bool,
+    need_gamma: bool,
+) -> ConvNormGradients | None:
+    """Return the gradients where the library reads all that the norm adds to those of the convolution, else `None`."""
+    if kept is None or g.dtype is not w.dtype or not is_sized(g, kept, w, geometry):
+        return None
+    g = make_dense(g)
+    back = affine.scale_norm_gradient(g, norm, g.numel() < w.numel(), w)
+    if back is None or (back.scaled is None and back.folded is None):
+        return None
+    scaled, kernel = (g, back.folded) if back.scaled is None else (back.scaled, w)
+    gx, gw = conv_gradients(scaled, kept, kernel, geometry, need_gx)  # type: ignore[arg-type]
+    end = None if gw is None else affine.finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)
+    return None if end is None else ConvNormGradients(gx, end[0], end[2], end[1], back.total)
+
+
+def make_dense(g: Tensor) -> Tensor:
+    """Return a gradient in memory of its own where one number stands for many, as behind a mean: no kernel reads that."""
+    return g.contiguous(memory_format=torch.channels_last) if 0 in g.stride() else g
+
+
+@operator(kernel=run_folded, check=check_conv_norm, spelled=spell_conv_norm)
 def conv_norm_gradients(
     g: Tensor,
     kept: Tensor | None,
@@ -268,8 +297,7 @@ def join_norm(
 
     `may_scale` allows to scale the gradient in place of the kernel, where it is smaller.
     """
-    if 0 in g.stride():  # one number that stands for many, as behind a mean: no kernel reads that
-        g = g.contiguous(memory_format=torch.channels_last)
+    g = make_dense(g)
     back = scale_norm_gradient(g, norm, may_scale and g.dtype == w.dtype and g.numel() < w.numel(), w)
     gx, gw = conv(g, back.folded) if back.scaled is None else conv(back.scaled, w)  # type: ignore[arg-type]
     g_gamma = gb = None
