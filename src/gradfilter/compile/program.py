@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from gradfilter.compile.memory import place, place_apart
 from gradfilter.compile.record import Buffer, CallStep, Tape, TaskStep, View, find_buffers
 from gradfilter.ops.native.library import load
-from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.memory import LARGE, empty
 
 
 class Source(NamedTuple):
@@ -174,7 +174,7 @@ class Program:
         numbers, offsets = self._kept
         addresses[numbers] = offsets + np.uint64(block.data_ptr())
         for buffer in self.fresh:
-            values[buffer] = x = torch.empty_strided(buffer.tensor.shape, buffer.tensor.stride(), dtype=buffer.tensor.dtype)
+            values[buffer] = x = empty_like(buffer.tensor)
             addresses[self.numbers[buffer]] = x.data_ptr()
         for number, index, shift in self._given:
             addresses[number] = given[index].data_ptr() + shift
@@ -226,6 +226,15 @@ def find_places(offsets: dict[Buffer, int], numbers: dict[Buffer, int]) -> tuple
     """Return the numbers of some buffers, and their offsets."""
     found = np.array([(numbers[b], offset) for b, offset in offsets.items() if b in numbers], dtype=np.uint64).reshape(-1, 2)
     return found[:, 0].astype(np.int64), found[:, 1].copy()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return a tensor laid out as another; a large one on memory that is used again: page faults cost more than filling it."""
+    if x.nbytes >= LARGE and x.is_contiguous():
+        return empty(x.shape, x.dtype)
+    if x.nbytes >= LARGE and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return empty(x.shape, x.dtype, torch.channels_last)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
 def copy_to(x: Tensor, view: View) -> Tensor:
