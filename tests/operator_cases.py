@@ -576,12 +576,11 @@ CASES = [
         run_conv_gradients,
         has_kernel=False,
     ),
-    Case("conv_norm_gradients", lambda: make_conv_norm(make_conv(3, 1, 2, 2)), run_conv_norm, has_kernel=False),
+    Case("conv_norm_gradients", lambda: make_conv_norm(make_conv(3, 1, 2, 2)), run_conv_norm),
     Case(
         "conv_norm_gradients of few cells",
         lambda: make_conv_norm(make_conv(3, 1, 6, 6), bias=False, need_gb=False),
         run_conv_norm,
-        has_kernel=False,
     ),
     Case(
         "norm_eval_gradients",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gradfilter.compile.memory import place, place_apart
 from gradfilter.compile.record import Buffer, Tape, TaskStep, View, find_buffers
 from gradfilter.ops.native.library import load
-from gradfilter.ops.native.memory import empty
+from gradfilter.ops.native.memory import LARGE, empty
 
 
 class Source(NamedTuple):
@@ -250,7 +251,7 @@ class Program:
         numbers, offsets = self._kept
         addresses[numbers] = offsets + np.uint64(block.data_ptr())
         for buffer, number, size, stride, dtype in self._new:
-            values[buffer] = x = torch.empty_strided(size, stride, dtype=dtype)
+            values[buffer] = x = allocate(size, stride, dtype)
             addresses[number] = x.data_ptr()
         for number, index, shift in self._given:
             addresses[number] = given[index].data_ptr() + shift
@@ -322,6 +323,16 @@ def find_places(offsets: dict[Buffer, int], numbers: dict[Buffer, int]) -> tuple
     """Return the numbers of some buffers, and their offsets."""
     found = np.array([(numbers[b], offset) for b, offset in offsets.items() if b in numbers], dtype=np.uint64).reshape(-1, 2)
     return found[:, 0].astype(np.int64), found[:, 1].copy()
+
+
+def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose numbers are not set; a large map or kernel on memory of the library, where its pages are there."""
+    if len(size) == 4 and math.prod(size) * dtype.itemsize >= LARGE:
+        for order in (torch.contiguous_format, torch.channels_last):
+            x = empty(size, dtype, order)
+            if x.stride() == tuple(stride):
+                return x
+    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 def copy_to(x: Tensor, view: View) -> Tensor:

@@ -210,7 +210,8 @@ def run_folded(
     need_gamma: bool,
 ) -> ConvNormGradients | None:
     """Return the gradients where the library reads all that the norm adds to those of the convolution, else `None`."""
-    if kept is None or g.dtype is not w.dtype or not is_sized(g, kept, w, geometry):
+    plain = isinstance(norm, FixedNorm) and isinstance(geometry, Geometry) and kept is not None and g.dtype is w.dtype
+    if not plain or g.dim() != 4 or w.dim() != 4 or not is_sized(g, kept, w, geometry):
         return None
     g = make_dense(g)
     back = affine.scale_norm_gradient(g, norm, g.numel() < w.numel(), w)

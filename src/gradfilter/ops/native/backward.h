@@ -1,4 +1,4 @@
-/* The gradients of a convolution between patch-constant maps whose kernel has three coarse taps per axis. */
+/* The gradients of a convolution between patch-constant maps whose kernel has two or three coarse taps per axis. */
 #ifndef GF_BACKWARD_H
 #define GF_BACKWARD_H
 

@@ -1,4 +1,4 @@
-"""The gradients of a dense convolution of three coarse taps per axis between patch-constant maps."""
+"""The gradients of a dense convolution of two or three coarse taps per axis between patch-constant maps."""
 
 from __future__ import annotations
 
