@@ -230,6 +230,8 @@ class Dropouts(Odd):
 class Average(Odd):
     """A buffer follows the activations."""
 
+    average: Tensor
+
     def prepare(self) -> None:
         self.register_buffer("average", torch.zeros(2, 8, 16, 16))
 

@@ -95,7 +95,7 @@ def trace_as(
     trained = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
     differentiable: list[int] = []
 
-    def step(*given: Tensor) -> list[Tensor | None]:
+    def step(*given: Tensor) -> Sequence[Tensor | None]:
         leaves = list(given)
         for i in trained:
             leaves[i] = given[i].detach().requires_grad_()

@@ -51,16 +51,27 @@ def replace_expansion(graph: Graph, first: Node, parts: dict[Any, Node], second:
     """Put one `expand` in the place of two convolutions."""
     x, w, bias, _, _, _, _, _, scale, shift, act, patch = first.args[:12]
     _, taps, taps_bias, stride, padding, dilation, _, size, *ending = second.args[:12]
-    with graph.inserting_before(second):
+    for node in second.all_input_nodes:  # the means of the first may be read before the second runs
+        hoist(node, first)
+    with graph.inserting_before(first):
         where = stride, padding, dilation, size
         middle, end = (bias, scale, shift, act, patch), (taps_bias, *ending)
         new = graph.call_function(own.expand.default, (x, w, *middle, taps, *where, *end))
     outer = {user.args[1]: user for user in second.users}
     for place, node in [(i - 1, parts.get(i)) for i in (1, 2)] + [(i + 2, outer.get(i)) for i in (0, 1, 2)]:
         if node is not None:
-            with graph.inserting_before(second):
+            with graph.inserting_before(first):
                 value = graph.call_function(operator.getitem, (new, place))
             value.meta = dict(node.meta)
             node.replace_all_uses_with(value)
             graph.erase_node(node)
     graph.erase_node(second)
+
+
+def hoist(node: Node, before: Node) -> None:
+    """Move a node and what it reads in front of another one; what reads that other one stays where it is."""
+    if node < before or before in node.all_input_nodes:
+        return
+    for x in node.all_input_nodes:
+        hoist(x, before)
+    before.prepend(node)

@@ -185,7 +185,7 @@ def replace_pass(graph: Graph, found: Pass) -> None:
     start, last = found.start, found.last
     # Means and slopes may be read before the map itself is.
     with graph.inserting_after(last.args[0] if last.target is operator.getitem else last):  # type: ignore[arg-type]
-        anchor = graph.call_function(operator.getitem, (start, 0))  # where new nodes go
+        anchor = graph.call_function(operator.getitem, ())  # where new nodes go; it reads nothing, for users are counted
     with graph.inserting_before(anchor):
         scale = shift = None
         if found.norm is not None:
