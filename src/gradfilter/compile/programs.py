@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from gradfilter.compile.trace import trace
 from gradfilter.errors import DoubleBackwardError, NotCompilableError
 from gradfilter.ops.native.library import load
 
+logger = logging.getLogger(__name__)
 JOINT_PASSES: tuple[Callable[[Graph], None], ...] = (erase_same, name_statistics, make_functional, erase_copies)
 """Passes over the graph of a whole step, in order."""
 FORWARD_PASSES: tuple[Callable[[Graph], None], ...] = (fuse_passes, merge_padding, fuse_expansions, erase_dead)
@@ -59,6 +61,14 @@ def make_program(capture: Capture, inputs: Sequence[Any]) -> Callable[..., Any] 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     check_tensors(tensors)
     return None if load() is None else Compiled(capture.run, inputs)
+
+
+def run_passes(name: str, passes: Sequence[Callable[[Graph], None]], graph: Graph) -> None:
+    """Run passes over a graph. The logger prints it before the first and behind each one, at the level DEBUG."""
+    logger.debug("%s, before passes:\n%s", name, graph)
+    for edit in passes:
+        edit(graph)
+        logger.debug("%s, after %s:\n%s", name, edit.__name__, graph)
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
@@ -95,13 +105,11 @@ class Compiled:
             return run(*rest)
 
         joint = trace(run_tensors, inputs)
-        for edit in JOINT_PASSES:
-            edit(joint.graph.graph)
+        run_passes("step", JOINT_PASSES, joint.graph.graph)
         halves = cut(joint)
-        for edit in ORDERED_PASSES if has_loose_changes(halves.forward) else FORWARD_PASSES:
-            edit(halves.forward)
-        for edit in BACKWARD_PASSES if halves.backward is not None else ():
-            edit(halves.backward)  # type: ignore[arg-type]
+        run_passes("forward", ORDERED_PASSES if has_loose_changes(halves.forward) else FORWARD_PASSES, halves.forward)
+        if halves.backward is not None:
+            run_passes("backward", BACKWARD_PASSES, halves.backward)
         self.changed = find_changed_inputs(halves.forward, inputs)
         self.joint, self.halves = joint, halves
         tape, results = record(halves.forward, joint.inputs, joint.graph)
@@ -137,7 +145,7 @@ class Compiled:
         tape, _ = record(halves.backward, [*saved, *read, *tangents], joint.graph)  # type: ignore[arg-type, list-item]
         # What backward is given: the block, tensors that torch made, inputs of the step, outputs, gradients of outputs.
         self.saved_inputs = list(dict.fromkeys([*halves.read, *(self._find_input(v) for v in handed if self._is_input(v))]))
-        self.saved_outputs = [i for i, v in enumerate(tape_results(forward)) if v is not None and is_shared(v, handed)]
+        self.saved_outputs = [i for i, v in enumerate(forward.results) if v is not None and is_shared(v, handed)]
         first_made, first_input = 1, 1 + len(forward.made)
         first_output = first_input + len(self.saved_inputs)
         first_tangent = first_output + len(self.saved_outputs)
@@ -239,11 +247,6 @@ def find_reached(graph: Graph, tangents: int) -> list[frozenset[int]]:
     return [frozenset() if node is None else made_of[node] for node in end.args[0]]
 
 
-def tape_results(program: Program) -> list[View | None]:
-    """Return the views of a program's results."""
-    return program.results
-
-
 def is_shared(view: View, others: Sequence[View | None]) -> bool:
     """Tell whether a result's memory is among what is handed on."""
     return view.buffer.kind != "input" and any(other is not None and other.buffer is view.buffer for other in others)
@@ -272,7 +275,7 @@ class Step(Function):
     def forward(ctx: Any, step: Compiled, *inputs: Tensor) -> Any:
         """Run the forward program, and save what it hands on."""
         outputs, handed, given = run_forward(step, inputs)
-        ctx.step, ctx.count = step, len(handed)
+        ctx.step = step
         ctx.set_materialize_grads(False)
         same = [inputs[i] if given[i].data_ptr() == inputs[i].data_ptr() else given[i] for i in step.saved_inputs]
         ctx.save_for_backward(*handed, *same, *(outputs[i] for i in step.saved_outputs))
