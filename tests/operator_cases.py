@@ -583,6 +583,12 @@ CASES = [
         run_conv_norm,
     ),
     Case(
+        "conv_norm_gradients of a frozen weight",
+        lambda: make_conv_norm(make_conv(3, 1, 2, 2), need_gamma=False, kept=False),
+        run_conv_norm,
+        has_kernel=False,
+    ),
+    Case(
         "norm_eval_gradients",
         lambda: {
             "g": draw(N, C, *CELLS),

@@ -29,7 +29,7 @@ from gradfilter.ops.conv_products import (
 from gradfilter.ops.native import affine, backward, pairs, single
 from gradfilter.ops.native.affine import FixedNorm
 from gradfilter.ops.native.library import is_plain
-from gradfilter.ops.norm import check_norm, finish_norm_gradients, scale_norm_gradient
+from gradfilter.ops.norm import check_norm, finish_norm_gradients, fold_kernel, scale_norm_gradient
 from gradfilter.ops.operator import operator
 
 FEW = 128 * 128
@@ -215,8 +215,9 @@ def run_folded(
         return None
     g = make_dense(g)
     back = affine.scale_norm_gradient(g, norm, g.numel() < w.numel(), w)
-    if back is None or (back.scaled is None and back.folded is None):
+    if back is None:
         return None
+    back = fold_kernel(back, w, g)
     scaled, kernel = (g, back.folded) if back.scaled is None else (back.scaled, w)
     gx, gw = conv_gradients(scaled, kept, kernel, geometry, need_gx)  # type: ignore[arg-type]
     end = None if gw is None else affine.finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)

@@ -169,7 +169,12 @@ def scale_norm_gradient(g: Tensor, norm: FixedNorm, scales: bool, w: Tensor | No
     """
     found = run_kernel(affine.scale_norm_gradient, (g, norm, scales, w))
     found = scale_in_torch(g, norm, scales) if found is None else found
-    if w is None or found.scaled is not None or found.folded is not None:
+    return found if w is None else fold_kernel(found, w, g)
+
+
+def fold_kernel(found: ScaledGradient, w: Tensor, g: Tensor) -> ScaledGradient:
+    """Return a result that has the kernel w·γ/σ, in the dtype of g, where it does not have the scaled gradient."""
+    if found.scaled is not None or found.folded is not None:
         return found
     return found._replace(folded=(w * found.scale.to(w.dtype)[:, None, None, None]).to(g.dtype))
 
