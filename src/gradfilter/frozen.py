@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from gradfilter.deferred import (
@@ -83,11 +84,16 @@ class FrozenTensor(Handle):
         with plain_torch():
             if func in METADATA:
                 return ask(func, *args, **kwargs)
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, FrozenTensor)]
-            for x in given:
-                x.watch.settle()
+            given, trained = [], False
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor):
+                    trained = trained or needs_gradient(x)
+                    if isinstance(x, FrozenTensor):
+                        given.append(x)
+                        if x.watch.waiting:
+                            x.watch.settle()
             run = FROZEN.get(func)
-            if run is not None and not any(needs_gradient(x) for x in (*args, *kwargs.values())):
+            if run is not None and not trained:
                 try:
                     y = run(func, *args, **kwargs)
                 except TypeError:  # arguments that it does not know
@@ -111,10 +117,10 @@ def ask(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     return func(x.value if isinstance(x, FrozenTensor) else x, *args, **kwargs)
 
 
-def needs_gradient(x: Any) -> bool:
+def needs_gradient(x: Tensor) -> bool:
     """Tell whether an argument makes the result of a function need a gradient or a tangent: a frozen map does if told to."""
     value = x.value if isinstance(x, FrozenTensor) else x
-    return isinstance(value, Tensor) and ((value.requires_grad and torch.is_grad_enabled()) or native.has_tangent(value))
+    return (value.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and native.has_tangent(value))
 
 
 def give(x: FrozenTensor) -> Tensor:

@@ -45,18 +45,19 @@ def can_expand(x: Tensor, w: Tensor, taps: Tensor) -> bool:
     return (
         can_convolve(x, w, one, (0, 0), one, 1) == "dense"
         and w.shape[1:] == (x.shape[1], *one)
-        and is_plain(taps, (len(w), 1, *taps.shape[2:]))
+        and is_plain(taps, (w.shape[0], 1, *taps.shape[2:]))
     )
 
 
 def fits_expand(x: Tensor, w: Tensor, taps: Tensor, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> bool:
     """Tell whether a pointwise weight and a depthwise one fit an input that the library can read, and each other."""
-    one, hidden = (1, 1), (len(x), len(w), *x.shape[2:])
+    one, channels = (1, 1), w.shape[0]
+    hidden = (x.shape[0], channels, *x.shape[2:])
     return (
         w.shape[1:] == (x.shape[1], *one)
-        and is_plain(taps, (len(w), 1, *taps.shape[2:]))
+        and is_plain(taps, (w.shape[0], 1, *taps.shape[2:]))
         and find_fitting(x.shape, w.shape, one, (0, 0), one, 1, (hidden[2], hidden[3])) == "dense"
-        and find_fitting(hidden, taps.shape, stride, padding, dilation, len(w), out_size) == "depthwise"
+        and find_fitting(hidden, taps.shape, stride, padding, dilation, channels, out_size) == "depthwise"
     )
 
 
@@ -91,8 +92,11 @@ def expand(
     """Return a depthwise convolution of a pointwise one, each with what follows it, and what is pooled of both."""
     if not (are_readable(x, w) and fits_expand(x, w, taps, stride, padding, dilation, out_size)):
         return None
-    shape, out_shape, one, none = (len(x), len(w), *x.shape[2:]), (len(x), len(w), *out_size), (1, 1), (0, 0)
-    if not (can_finish(shape, None) and can_finish(out_shape, None) and is_ending(middle, len(w)) and is_ending(end, len(w))):
+    images, channels, one, none = x.shape[0], w.shape[0], (1, 1), (0, 0)
+    shape, out_shape = (images, channels, *x.shape[2:]), (images, channels, *out_size)
+    if not (can_finish(shape, None) and can_finish(out_shape, None)):
+        return None
+    if not (is_ending(middle, channels) and is_ending(end, channels)):
         return None
     if cells is None:
         cells = make_cells(shape, middle)

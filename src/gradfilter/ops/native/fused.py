@@ -159,10 +159,22 @@ def as_floats(values: Tensor | None) -> Tensor | None:
 
 def fold(gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     """Return batch normalisation with fixed statistics as a scale and a shift per channel, in single precision."""
-    rows = gamma, beta, mean, var
-    if mean.dim() != 1 or not (
-        are_rows(mean.shape[0], *rows) and is_row(gamma) and is_row(beta) and is_row(mean) and is_row(var)
-    ):
+    shape, single = mean.shape, torch.float32
+    plain = [  # the same as `are_rows` and `is_row` of each: every norm asks
+        v is None
+        or (
+            type(v) in PLAIN
+            and v.dtype is single
+            and v.shape == shape
+            and v.layout is torch.strided
+            and v.is_cpu
+            and v.is_contiguous()
+            and not v.is_neg()
+            and v.data_ptr() != 0
+        )
+        for v in (gamma, beta, mean, var)
+    ]
+    if len(shape) != 1 or False in plain:
         return None
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     task = _FOLD.pack(
