@@ -92,36 +92,58 @@ GF_INLINE void run_image(const gf_pairs *t, const part *p, const float *g, const
     }
 }
 
+/* Sums of rows of `from`, `pitch` apart, times factors, `step` apart: `count` vectors wide, so that sums need not wait for
+ * each other. */
+GF_INLINE void add_rows(const float *factors, int64_t step, int64_t rows, const float *from, int64_t pitch, gf_vec *sum,
+                        const int count) {
+    for (int v = 0; v < count; v++) sum[v] = (gf_vec){0};
+    for (int64_t row = 0; row < rows; row++)
+        for (int v = 0; v < count; v++) sum[v] += factors[row * step] * gf_load(from + row * pitch + v * GF_LANES);
+}
+
+/* The same for up to GROUP vectors; returns how many. */
+GF_INLINE int add_some_rows(const float *factors, int64_t step, int64_t rows, const float *from, int64_t pitch, gf_vec *sum,
+                            int64_t left) {
+    const int count = left >= GROUP ? GROUP : left >= 2 ? 2 : 1;
+    if (count == GROUP)
+        add_rows(factors, step, rows, from, pitch, sum, GROUP);
+    else if (count == 2)
+        add_rows(factors, step, rows, from, pitch, sum, 2);
+    else
+        add_rows(factors, step, rows, from, pitch, sum, 1);
+    return count;
+}
+
 /* q = mix w of some channels; `turned` has room for the weights as [tap, pitch]. */
 static void mix_weights(const plan *all, const part *p, float *turned) {
     const gf_pairs *t = all->task;
+    gf_vec sum[GROUP];
     for (int64_t tap = 0; tap < t->taps; tap++)
         for (int64_t v = 0; v < p->vectors; v++) {
             const float *from = t->w + (p->first + gf_vec_start(v, p->channels)) * t->taps + tap;
             for (int64_t l = 0; l < GF_LANES; l++) turned[tap * p->pitch + v * GF_LANES + l] = from[l * t->taps];
         }
-    for (int64_t k = 0; k < all->coefficients; k++) {
-        const float *mix = t->mix + k * t->taps;
-        for (int64_t v = 0; v < p->pitch; v += GF_LANES) {
-            gf_vec sum = {0};
-            for (int64_t tap = 0; tap < t->taps; tap++) sum += mix[tap] * gf_load(turned + tap * p->pitch + v);
-            gf_store(p->q + k * p->pitch + v, sum);
+    for (int64_t k = 0; k < all->coefficients; k++)
+        for (int64_t v = 0; v < p->vectors;) {
+            const int count =
+                add_some_rows(t->mix + k * t->taps, 1, t->taps, turned + v * GF_LANES, p->pitch, sum, p->vectors - v);
+            for (int i = 0; i < count; i++, v++) gf_store(p->q + k * p->pitch + v * GF_LANES, sum[i]);
         }
-    }
 }
 
 /* gw = mix transposed times gq of some channels, [channel, tap]. */
 static void mix_back(const plan *all, const part *p, float *gw) {
     const gf_pairs *t = all->task;
-    for (int64_t v = 0; v < p->vectors; v++) {
-        float *to = gw + gf_vec_start(v, p->channels) * t->taps;
-        for (int64_t tap = 0; tap < t->taps; tap++) {
-            gf_vec sum = {0};
-            for (int64_t k = 0; k < all->coefficients; k++)
-                sum += t->mix[k * t->taps + tap] * gf_load(p->gq + k * p->pitch + v * GF_LANES);
-            for (int64_t l = 0; l < GF_LANES; l++) to[l * t->taps + tap] = sum[l];
+    gf_vec sum[GROUP];
+    for (int64_t tap = 0; tap < t->taps; tap++)
+        for (int64_t v = 0; v < p->vectors;) {
+            const int count = add_some_rows(t->mix + tap, t->taps, all->coefficients, p->gq + v * GF_LANES, p->pitch, sum,
+                                            p->vectors - v);
+            for (int i = 0; i < count; i++, v++) {
+                float *to = gw + gf_vec_start(v, p->channels) * t->taps + tap;
+                for (int64_t l = 0; l < GF_LANES; l++) to[l * t->taps] = sum[i][l];
+            }
         }
-    }
 }
 
 static void run_unit(const void *argument, int64_t unit, void *scratch) {
