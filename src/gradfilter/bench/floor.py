@@ -35,6 +35,7 @@ from gradfilter.measure import silent
 from gradfilter.meter import predict_step
 from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan
+from gradfilter.table import NOTHING
 
 MODELS = ("mobilenet_v2", "efficientnet-lite0", "mcunet-in3", "resnet18", "efficientnet_b0")
 PLANS = ("all:grid4", "last4:grid4")
@@ -113,7 +114,7 @@ def measure(choices: Choices) -> Report:
             found, told = [], [f"{where}: not measured: {str(error).rstrip('.')}."]
         rows += found
         remarks += [remark for remark in told if remark not in remarks]
-        said = ", ".join(f"{row['plan']} step {row[STEP]:.2f}, floor {row[FLOOR]:.2f}" for row in found) or told[-1]
+        said = ", ".join(f"{row['plan']} step {row[STEP]:.2f}, floor {show_ratio(row[FLOOR])}" for row in found) or told[-1]
         seconds = time.perf_counter() - start
         print(f"{number}/{len(cases)} {where}: {said} ({seconds:.0f} s)", file=sys.stderr, flush=True)
     if not rows:
@@ -176,21 +177,28 @@ def measure_plan(stage: Stage, infer: Callable[[], float], text: str, rounds: in
     trial = make_trial(stage, Side(partial(apply_plan, plan)))
     step = make_step(trial)
     step()  # what is computed once, is computed now
-    recording = record(step)
+    recording = None
+    try:
+        recording = record(step)
+    except GradFilterError as error:
+        remarks.append(f"{where}: no floor: {str(error).rstrip('.')}.")
     runs: dict[str, Callable[[], float]] = {INFERENCE: infer, STEP: step}
     try:
         runs[COMPILED] = make_compiled(stage, plan)
     except NotAvailableError as error:
         remarks.append(f"Compiled: not available: {error}.")
-    runs |= {JOINED: recording.make_replay(joined=True), SINGLY: recording.make_replay(joined=False)}
+    if recording is not None:
+        runs |= {JOINED: recording.make_replay(joined=True), SINGLY: recording.make_replay(joined=False)}
     runs |= {LOSS: make_loss(trial), UPDATE: make_update(trial)}
     turns = alternate(runs, rounds)
-    turns[FLOOR] = [sum(parts) for parts in zip(turns[JOINED], turns[LOSS], turns[UPDATE], strict=True)]
+    if recording is not None:
+        turns[FLOOR] = [sum(parts) for parts in zip(turns[JOINED], turns[LOSS], turns[UPDATE], strict=True)]
     inference = statistics.median(turns[INFERENCE])
     ratios = {name: find_ratio(turn, turns[INFERENCE]) for name, turn in turns.items()}
-    floors = {f"{name} / {FLOOR}": find_ratio(turns[name], turns[FLOOR]) for name in (STEP, COMPILED) if name in turns}
+    ended = [name for name in (STEP, COMPILED) if {name, FLOOR} <= turns.keys()]
+    floors = {f"{name} / {FLOOR}": find_ratio(turns[name], turns[FLOOR]) for name in ended}
     products = measure_products(step) / inference
-    calls = len(recording.tasks)
+    calls = None if recording is None else len(recording.tasks)
     del recording, runs  # and the memory of all their tensors: an exact step needs much
     try:
         exact = {INFERENCE: infer, EXACT: make_exact(stage, plan)}
@@ -201,6 +209,11 @@ def measure_plan(stage: Stage, infer: Callable[[], float], text: str, rounds: in
     row = {"model": case.model, "plan": text, "batch": case.batch, "threads": case.threads, "inference ms": 1e3 * inference}
     row |= {**ratios, **floors, PRODUCTS: products, "calls": calls}
     return {name: row.get(name) for name in COLUMNS}, remarks
+
+
+def show_ratio(ratio: float | None) -> str:
+    """Return a ratio as text."""
+    return NOTHING if ratio is None else f"{ratio:.2f}"
 
 
 def find_ratio(own: Sequence[float], base: Sequence[float]) -> float:
