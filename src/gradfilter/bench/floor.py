@@ -35,7 +35,6 @@ from gradfilter.measure import silent
 from gradfilter.meter import predict_step
 from gradfilter.outputs import find_logits
 from gradfilter.plan import Plan
-from gradfilter.table import NOTHING
 
 MODELS = ("mobilenet_v2", "efficientnet-lite0", "mcunet-in3", "resnet18", "efficientnet_b0")
 PLANS = ("all:grid4", "last4:grid4")
@@ -114,7 +113,8 @@ def measure(choices: Choices) -> Report:
             found, told = [], [f"{where}: not measured: {str(error).rstrip('.')}."]
         rows += found
         remarks += [remark for remark in told if remark not in remarks]
-        said = ", ".join(f"{row['plan']} step {row[STEP]:.2f}, floor {show_ratio(row[FLOOR])}" for row in found) or told[-1]
+        shown = [f"{row['plan']} step {row[STEP]:.2f}, floor {row[FLOOR] and show_ratio(row[FLOOR])}" for row in found]
+        said = ", ".join(shown) or told[-1]
         seconds = time.perf_counter() - start
         print(f"{number}/{len(cases)} {where}: {said} ({seconds:.0f} s)", file=sys.stderr, flush=True)
     if not rows:
@@ -209,11 +209,6 @@ def measure_plan(stage: Stage, infer: Callable[[], float], text: str, rounds: in
     row = {"model": case.model, "plan": text, "batch": case.batch, "threads": case.threads, "inference ms": 1e3 * inference}
     row |= {**ratios, **floors, PRODUCTS: products, "calls": calls}
     return {name: row.get(name) for name in COLUMNS}, remarks
-
-
-def show_ratio(ratio: float | None) -> str:
-    """Return a ratio as text."""
-    return NOTHING if ratio is None else f"{ratio:.2f}"
 
 
 def find_ratio(own: Sequence[float], base: Sequence[float]) -> float:
