@@ -219,7 +219,8 @@ def run_folded(
         return None
     back = fold_kernel(back, w, g)
     scaled, kernel = (g, back.folded) if back.scaled is None else (back.scaled, w)
-    gx, gw = conv_gradients(scaled, kept, kernel, geometry, need_gx)  # type: ignore[arg-type]
+    found = run_library(scaled, kept, kernel, geometry, need_gx)  # type: ignore[arg-type]
+    gx, gw = conv_gradients(scaled, kept, kernel, geometry, need_gx) if found is None else found  # type: ignore[arg-type]
     end = None if gw is None else affine.finish_norm_gradients(gw, w, b, norm, back, need_gamma, need_gb)
     return None if end is None else ConvNormGradients(gx, end[0], end[2], end[1], back.total)
 
