@@ -52,8 +52,9 @@ def test_a_failure_is_found_and_its_command_repeats_it(tmp_path, monkeypatch, ca
     assert re.search(r"^fuzz: .* minutes, 1 rounds, 3 tests run, \d{3} examples, 1 tests failed$", printed, re.M)
     assert "number is " in printed
     (line,) = {line.strip() for line in printed.splitlines() if "-m pytest" in line}
-    command = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(line)]
-    again = subprocess.run(command, cwd=make_checkout(tmp_path / "there"), capture_output=True, text=True, timeout=300)
+    command = line.replace(".venv/bin/python", shlex.quote(sys.executable))  # as a user's shell reads it, settings in front
+    there = make_checkout(tmp_path / "there")
+    again = subprocess.run(command, shell=True, cwd=there, capture_output=True, text=True, timeout=300)
     assert again.returncode == 1
     assert "1 failed" in again.stdout
     (found,) = {line for line in printed.splitlines() if line.startswith("E       AssertionError: number is ")}
