@@ -26,7 +26,4 @@ def test_flops_and_bytes_of_the_committed_tables(model, table):
     for name in (*DEFAULT_PLANS, *([] if table else [EXACT])):
         network = sides[name].make(make_model(model).train(), images)
         step = predict_step(network, (images,), StepLoss(None, labels))
-        flops, held = found[BATCH, name]
-        assert held == sum(step.saved_bytes.values()), name
-        # Of several ways to compute the same products another one may be the fastest now: a matter of the edges of maps.
-        assert flops == pytest.approx(step.count(BACKWARD), rel=1e-3), name
+        assert found[BATCH, name] == (step.count(BACKWARD), sum(step.saved_bytes.values())), name
